@@ -1,0 +1,47 @@
+"""RELISH: regression with a latent state that reads a frozen language model (Su and Lease, COLM 2026)."""
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from .configuration_relish import RelishConfig
+from .modeling_relish import RelishForSequenceRegression
+from .pipeline_relish import register_pipelines
+
+if TYPE_CHECKING:
+    from .features import FeatureCache
+    from .metrics import regression_metrics
+    from .trainer import RelishTrainer
+    from .training_args import RelishTrainingArguments
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FeatureCache",
+    "RelishConfig",
+    "RelishForSequenceRegression",
+    "RelishTrainer",
+    "RelishTrainingArguments",
+    "regression_metrics",
+]
+
+# What training needs takes seconds to import; who only predicts does not wait for it.
+_LAZY = {
+    "FeatureCache": "features",
+    "RelishTrainer": "trainer",
+    "RelishTrainingArguments": "training_args",
+    "regression_metrics": "metrics",
+}
+
+AutoConfig.register(RelishConfig.model_type, RelishConfig, exist_ok=True)
+AutoModel.register(RelishConfig, RelishForSequenceRegression, exist_ok=True)
+AutoModelForSequenceClassification.register(RelishConfig, RelishForSequenceRegression, exist_ok=True)
+register_pipelines()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)

@@ -1,0 +1,300 @@
+"""The command line: `relish train`, `relish predict`, `relish evaluate`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from enum import Enum
+from itertools import chain, islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Fine-tune a small head on a frozen language model to answer with a number.",
+)
+console = Console()
+errors = Console(stderr=True)
+
+DEFAULT_BACKBONE = "embedded:SmolLM2-135M-Instruct"
+CHUNK_ROWS = 1024
+METRICS = ("pearson", "spearman", "nrmse", "rmse", "mae")
+
+
+class Head(str, Enum):
+    """Heads that `relish train` knows."""
+
+    relish = "relish"
+    linear = "linear"
+    mlp = "mlp"
+
+
+class Objective(str, Enum):
+    """Objectives that `relish train` knows."""
+
+    huber = "huber"
+    mse = "mse"
+
+
+def main() -> None:
+    """Run the command line; what the user can mend is told in one line, without a traceback."""
+    try:
+        app()
+    except (ValueError, RuntimeError, OSError) as error:
+        if os.environ.get("RELISH_DEBUG"):
+            raise
+        errors.print(f"[bold red]error:[/] {type(error).__name__}: ", end="")
+        errors.print(str(error), markup=False, highlight=False)
+        raise SystemExit(1) from None
+
+
+@app.command()
+def train(
+    data: Annotated[
+        str, typer.Argument(help="csv, tsv, jsonl, parquet, a folder with train/validation/test, or a hub id.")
+    ],
+    label: Annotated[list[str], typer.Option(help="Column with the number to predict; repeat for several targets.")],
+    output: Annotated[Path, typer.Option(help="Folder for the trained model.")],
+    text: Annotated[
+        list[str] | None, typer.Option(help="Text column; repeat for several. Default: every text column.")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(help="Prompt, as 'Sentence 1: {text_a}\\nSentence 2: {text_b}\\nScore:'.")
+    ] = None,
+    validation: Annotated[
+        str | None, typer.Option(help="Table to choose the best epoch on; default: a tenth of the rows.")
+    ] = None,
+    test: Annotated[str | None, typer.Option(help="Table to report on; default: a tenth of the rows.")] = None,
+    backbone: Annotated[str, typer.Option(help="Hub id, folder, or embedded:NAME.")] = DEFAULT_BACKBONE,
+    revision: Annotated[str | None, typer.Option(help="Of the backbone on the hub.")] = None,
+    backbone_layer: Annotated[str, typer.Option(help="A layer's number, 'middle' or 'last'.")] = "middle",
+    head: Annotated[Head, typer.Option(help="relish, linear or mlp.")] = Head.relish,
+    pooling: Annotated[str, typer.Option(help="mean, last or first token (linear, mlp).")] = "mean",
+    objective: Annotated[Objective, typer.Option(help="huber or mse.")] = Objective.huber,
+    epochs: Annotated[float, typer.Option(help="Passes over the training rows.")] = 6.0,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Default 3e-4 for relish, 1e-3 for linear and mlp.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 32,
+    weight: Annotated[str | None, typer.Option(help="Column with a weight per row.")] = None,
+    label_min: Annotated[float | None, typer.Option(help="Lower end of the label's scale (for NRMSE).")] = None,
+    label_max: Annotated[float | None, typer.Option(help="Upper end of the label's scale.")] = None,
+    max_length: Annotated[int, typer.Option(help="Longest prompt in tokens.")] = 1024,
+    train_backbone: Annotated[
+        bool, typer.Option("--train-backbone", help="Train every weight, not the head alone.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="For splits, head and order of rows.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in the output folder.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model that is in the output folder.")
+    ] = False,
+) -> None:
+    """Train a regressor on a table, report it on held-out rows and save it."""
+    from transformers import AutoTokenizer, set_seed
+
+    from .backbone_relish import resolve_backbone
+    from .data import Columns, guess_text_columns, load_splits
+    from .modeling_relish import RelishForSequenceRegression
+    from .text_relish import PromptTemplate
+    from .trainer import RelishTrainer
+    from .training_args import RelishTrainingArguments
+
+    if (output / "config.json").exists() and not overwrite:
+        raise ValueError(f"{output} holds a model already; choose another --output, or --overwrite.")
+    if (label_min is None) != (label_max is None):
+        raise ValueError("--label-min and --label-max belong together: give both or neither.")
+    text_columns = tuple(
+        text or (PromptTemplate(template).fields if template else guess_text_columns(data, label, weight))
+    )
+    template = template or default_template(text_columns)
+    columns = Columns(text=text_columns, label=tuple(label), weight=weight)
+    splits = load_splits(data, columns, validation=validation, test=test, seed=seed)
+    layer = choose_layer(backbone, backbone_layer, revision)
+    _say_plan(splits, template, backbone, layer)
+
+    set_seed(seed)
+    scale = {} if label_min is None else {"label_min": [label_min] * len(label), "label_max": [label_max] * len(label)}
+    model = RelishForSequenceRegression.from_backbone(
+        backbone, revision=revision, backbone_layer=layer, head_type=head.value, pooling=pooling, num_labels=len(label),
+        prompt_template=template, max_length=max_length, objective=objective.value,
+        dtype="float32" if train_backbone else compute_dtype(), **scale,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(
+        resolve_backbone(backbone), **({"revision": revision} if revision else {})
+    )
+    work = output / "checkpoints"
+    args = RelishTrainingArguments(
+        output_dir=str(work), num_train_epochs=epochs, per_device_train_batch_size=batch_size,
+        learning_rate=learning_rate or (3e-4 if head is Head.relish else 1e-3), freeze_backbone=not train_backbone,
+        label_columns=list(label), eval_strategy="epoch", save_strategy="epoch", save_total_limit=1, logging_strategy="epoch",
+        load_best_model_at_end=True, metric_for_best_model="pearson", greater_is_better=True, warmup_steps=0.1,
+        report_to="none", seed=seed,
+    )  # fmt: skip
+    trainer = RelishTrainer(
+        model, args, train_dataset=splits["train"], eval_dataset=splits["validation"], processing_class=tokenizer
+    )
+    trainer.train(resume_from_checkpoint=True if resume else None)
+    report = {"validation": trainer.evaluate(metric_key_prefix="validation")}
+    if "test" in splits:
+        report["test"] = trainer.evaluate(splits["test"], metric_key_prefix="test")
+    trainer.save_model(str(output))
+    write_json(output / "metrics.json", {name: strip_prefix(metrics, name) for name, metrics in report.items()})
+    shutil.rmtree(work)
+    show_metrics({name: strip_prefix(metrics, name) for name, metrics in report.items()})
+    console.print(
+        f"saved to {output}; use it with: relish predict {output} table.csv --output scored.csv", highlight=False
+    )
+
+
+@app.command()
+def predict(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a trained model.")],
+    data: Annotated[str, typer.Argument(help="csv, tsv, jsonl, parquet or a hub id.")],
+    output: Annotated[Path, typer.Option(help="Table to write; its ending chooses the format.")],
+    column: Annotated[str, typer.Option(help="Name of the new column.")] = "prediction",
+    batch_size: Annotated[int, typer.Option(help="Rows per model call.")] = 32,
+    truncation: Annotated[str | None, typer.Option(help="longest_first or error, for too long texts.")] = None,
+) -> None:
+    """Score a table's rows and write it with a prediction column, in input order."""
+    from .data import RowWriter, read_rows
+
+    scorer = load_model(model)
+    names = target_columns(scorer.config, column)
+    rows = read_rows(data)
+    done = 0
+    with RowWriter(output) as writer:
+        for chunk in chunks(rows, CHUNK_ROWS):
+            check_rows(chunk, scorer.config.prompt_template, names, data, done)
+            scores = scorer.predict(chunk, batch_size=batch_size, truncation=truncation, show_progress_bar=False)
+            for row, score in zip(chunk, scores.reshape(len(chunk), -1), strict=True):
+                writer.write({**row, **{name: float(f"{value:.7g}") for name, value in zip(names, score, strict=True)}})
+            done += len(chunk)
+            errors.print(f"{done} rows scored", end="\r", highlight=False)
+    console.print(f"{done} rows written to {output}", highlight=False)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a trained model.")],
+    data: Annotated[str, typer.Argument(help="Table with text columns and labels.")],
+    label: Annotated[list[str], typer.Option(help="Column with the true number; repeat for several targets.")],
+    split: Annotated[str | None, typer.Option(help="Split of a hub data set or a folder.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows per model call.")] = 32,
+    output: Annotated[Path | None, typer.Option(help="Also write the metrics as JSON.")] = None,
+) -> None:
+    """Compare predictions with labels: Pearson, Spearman, NRMSE, RMSE, MAE."""
+    from .data import Columns, label_matrix, load_split
+    from .metrics import regression_metrics
+    from .text_relish import PromptTemplate
+
+    scorer = load_model(model)
+    fields = PromptTemplate(scorer.config.prompt_template).fields
+    rows = load_split(data, Columns(text=fields, label=tuple(label)), split=split)
+    scores = scorer.predict(
+        [{f: row[f] for f in fields} for row in rows], batch_size=batch_size, show_progress_bar=True
+    )
+    metrics = regression_metrics(scores, label_matrix(rows), label_range=scorer.config.label_range)
+    show_metrics({Path(data).name: metrics})
+    if output is not None:
+        write_json(output, metrics)
+
+
+# ---------------------------------------------------------------------- what the commands share
+
+
+def default_template(columns: tuple[str, ...]) -> str:
+    """Return the prompt for a table without a template: the columns by name, then what asks for the score."""
+    if len(columns) == 1:
+        return f"Text: {{{columns[0]}}}\nScore:"
+    return "\n".join(f"{name}: {{{name}}}" for name in columns) + "\nScore:"
+
+
+def choose_layer(backbone: str, layer: str, revision: str | None = None) -> int | None:
+    """Turn 'last', 'middle' or a number into a layer; 'middle' is just over half way, where states were read best."""
+    from .backbone_relish import whole_config
+
+    if layer == "last":
+        return None
+    if layer == "middle":
+        total = whole_config(backbone, {"revision": revision} if revision else {}).num_hidden_layers
+        return max(1, round(total * 8 / 15))
+    if not layer.isdigit():
+        raise ValueError(f"--backbone-layer is a layer's number, 'middle' or 'last', got {layer!r}.")
+    return int(layer)
+
+
+def compute_dtype() -> str:
+    """Return bfloat16 where the processor computes in it, else float32: emulated, it is slower than float32."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
+    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+
+
+def load_model(name: str) -> Any:
+    """Load a trained model for scoring."""
+    from .modeling_relish import RelishForSequenceRegression
+
+    return RelishForSequenceRegression.from_pretrained(name)
+
+
+def target_columns(config: Any, column: str) -> list[str]:
+    """Name the new columns: one for one target, with the targets' names for several."""
+    return [column] if config.num_labels == 1 else [f"{column}_{config.id2label[i]}" for i in range(config.num_labels)]
+
+
+def check_rows(rows: list[dict[str, Any]], template: str, names: list[str], source: str, done: int) -> None:
+    """Refuse a table whose columns do not fit, before anything of it is scored."""
+    from .data import TableError
+    from .text_relish import PromptTemplate
+
+    fields = PromptTemplate(template).fields
+    for number, row in enumerate(rows, start=done + 1):
+        if missing := [f for f in fields if f not in row]:
+            raise TableError(f"{source}, row {number}: no column {missing}; the model's template needs {list(fields)}, "
+                             f"the table has {list(row)}.")  # fmt: skip
+        if taken := [n for n in names if n in row]:
+            raise TableError(f"{source} has a column {taken} already; choose another name with --column.")
+
+
+def chunks(rows: Iterator[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+    """Cut a stream of rows into lists of at most `size`."""
+    for first in rows:
+        yield list(chain([first], islice(rows, size - 1)))
+
+
+def strip_prefix(metrics: dict[str, float], prefix: str) -> dict[str, float]:
+    """Drop Trainer's prefix and its timings."""
+    short = {name.removeprefix(f"{prefix}_"): value for name, value in metrics.items()}
+    return {k: v for k, v in short.items() if k.startswith(METRICS)}
+
+
+def show_metrics(rows: dict[str, dict[str, float]]) -> None:
+    """Print one line of metrics per split."""
+    table = Table("", *METRICS)
+    for name, metrics in rows.items():
+        table.add_row(name, *(f"{metrics[m]:.4f}" for m in METRICS))
+    console.print(table)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write JSON to a temporary name and rename it."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(values, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def _say_plan(splits: Any, template: str, backbone: str, layer: int | None) -> None:
+    sizes = ", ".join(f"{name} {len(split)}" for name, split in splits.items())
+    where = "the last layer" if layer is None else f"layer {layer}"
+    console.print(f"rows: {sizes}\nprompt: {template!r}\nbackbone: {backbone}, {where}", highlight=False, markup=False)

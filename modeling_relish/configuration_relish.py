@@ -1,0 +1,270 @@
+"""Every knob of a RELISH model, its default and its check."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+HEAD_TYPES = ("relish", "linear", "mlp")
+POOLINGS = ("mean", "last", "first")
+OBJECTIVES = ("huber", "mse")
+TRUNCATIONS = ("longest_first", "error")
+
+# Names that any transformers configuration may carry beside the fields below: written by save_pretrained, by the Hub
+# or by TRL and PEFT. Anything else is a misspelling or comes from another version, and is told.
+_FOREIGN_NAMES = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+        "_name_or_path",
+        "attn_implementation",
+        "auto_map",
+        "custom_pipelines",
+        "experts_implementation",
+        "gradient_checkpointing",
+        "model_type",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "pad_token_id",
+        "quantization_config",
+        "torch_dtype",
+        "use_cache",
+    }
+)
+
+
+class RelishConfigError(ValueError):
+    """A setting of [`RelishConfig`] that cannot be meant; the message says what came and what was expected."""
+
+
+class RelishConfig(PreTrainedConfig):
+    """Configuration of [`RelishForSequenceRegression`]. The defaults are the paper's configuration (RELISH, section 3).
+
+    Args:
+        backbone_name_or_path: Hub id or folder of the language model; a head-only checkpoint is completed from it.
+        backbone_revision: Branch, tag or commit of the backbone on the Hub (`None` = its main branch).
+        backbone_config: Full configuration of the whole backbone, as an object or a dict with `model_type`.
+        backbone_fingerprint: Digest of the backbone's weights, written by the library and compared on load.
+        backbone_in_checkpoint: Whether the checkpoint holds the backbone's weights (`False` = the head alone).
+        backbone_layer: Transformer layer whose output the head reads, 1 .. number of layers. `None` = the last one with
+            the final norm. The layers above are neither loaded nor run.
+        head_type: `"relish"` (the paper's), `"linear"` or `"mlp"` (both over a pooled token).
+        head_hidden_size: Width d of the latent state.
+        head_num_attention_heads: Attention heads of a refinement step; divides `head_hidden_size`.
+        head_intermediate_size: Width of the feed-forward part (and of the `mlp` head's hidden layer).
+        num_refinement_steps: L, the number of refinement steps, each with its own parameters.
+        head_dropout: Dropout after attention and feed-forward, in [0, 1).
+        input_norm: LayerNorm (without parameters) on every token state before the head. `None` follows the layer: on
+            where `backbone_layer` is not the last, for such states are not normalised by the backbone.
+        pooling: `"mean"`, `"last"` or `"first"` token, for the `linear` and `mlp` heads.
+        label_mean: Mean of the training labels, one per target; measured by `RelishTrainer` when `None`.
+        label_std: Standard deviation of the training labels, one per target; all > 0.
+        label_min: Lower end of the label's scale, one per target (for NRMSE).
+        label_max: Upper end of the label's scale, one per target.
+        objective: `"huber"` or `"mse"`, on standardised targets.
+        huber_delta: Where Huber turns from square to linear, in label standard deviations.
+        prompt_template: Text with named fields, as `"Sentence 1: {text_a}\\nSentence 2: {text_b}\\nScore:"`.
+        max_length: Longest prompt in tokens; longer ones lose the end of their longest field, never the template.
+        truncation: `"longest_first"` cuts with a warning, `"error"` raises.
+
+    Raises:
+        RelishConfigError: for a value outside what is said above.
+    """
+
+    model_type = "relish"
+    # A plain class attribute: the base class's sub_configs_defaults treats the name `backbone_config` as a vision model's.
+    sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": AutoConfig}
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["hidden_states", "attentions"]
+
+    backbone_name_or_path: str | None = None
+    backbone_revision: str | None = None
+    backbone_config: Any = None
+    backbone_fingerprint: str | None = None
+    backbone_in_checkpoint: bool = True
+    backbone_layer: int | None = None
+    head_type: str = "relish"
+    head_hidden_size: int = 256
+    head_num_attention_heads: int = 8
+    head_intermediate_size: int = 1024
+    num_refinement_steps: int = 3
+    head_dropout: float | int = 0.0
+    input_norm: bool | None = None
+    pooling: str = "mean"
+    label_mean: list | None = None
+    label_std: list | None = None
+    label_min: list | None = None
+    label_max: list | None = None
+    objective: str = "huber"
+    huber_delta: float | int = 1.0
+    prompt_template: str = "{text}"
+    max_length: int = 1024
+    truncation: str = "longest_first"
+    problem_type: str | None = "regression"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        unknown = sorted(set(kwargs) - _FOREIGN_NAMES)
+        if unknown:
+            logger.warning(
+                f"RelishConfig got {unknown}, which this version does not know; they are kept and have no effect. "
+                "A misspelt setting, or a checkpoint of another version?"
+            )
+        if isinstance(self.backbone_config, dict):
+            self.backbone_config = _backbone_config_from_dict(self.backbone_config)
+        if self.id2label is None:
+            kwargs.setdefault("num_labels", 1)
+        pad_token_id = kwargs.pop("pad_token_id", None)
+        super().__post_init__(**kwargs)
+        if pad_token_id is not None:
+            self.pad_token_id = pad_token_id
+        for name in ("label_mean", "label_std", "label_min", "label_max"):
+            setattr(self, name, self._per_target(name))
+        self._check_head()
+        self._check_labels()
+        self._check_text()
+        if self.backbone_config is not None:
+            self._check_backbone_layer()
+
+    # ------------------------------------------------------------------ checks
+
+    def _per_target(self, name: str) -> list[float] | None:
+        value = getattr(self, name)
+        if value is None:
+            return None
+        values = [float(v) for v in (value if isinstance(value, (list, tuple)) else [value])]
+        if len(values) != self.num_labels:
+            raise RelishConfigError(
+                f"{name} has {len(values)} value(s), but num_labels is {self.num_labels}: give one value per target."
+            )
+        if not all(math.isfinite(v) for v in values):
+            raise RelishConfigError(f"{name} must be finite, got {values}.")
+        return values
+
+    def _check_head(self) -> None:
+        _one_of("head_type", self.head_type, HEAD_TYPES)
+        _one_of("pooling", self.pooling, POOLINGS)
+        _one_of("objective", self.objective, OBJECTIVES)
+        for name in ("head_hidden_size", "head_num_attention_heads", "head_intermediate_size", "num_refinement_steps"):
+            _positive_int(name, getattr(self, name))
+        if self.head_hidden_size % self.head_num_attention_heads:
+            raise RelishConfigError(
+                f"head_hidden_size ({self.head_hidden_size}) must be a multiple of head_num_attention_heads "
+                f"({self.head_num_attention_heads})."
+            )
+        if not 0 <= self.head_dropout < 1:
+            raise RelishConfigError(f"head_dropout must lie in [0, 1), got {self.head_dropout}.")
+
+    def _check_labels(self) -> None:
+        if self.problem_type != "regression":
+            raise RelishConfigError(f'problem_type must be "regression", got {self.problem_type!r}.')
+        if not (self.huber_delta > 0 and math.isfinite(self.huber_delta)):
+            raise RelishConfigError(f"huber_delta must be a positive number, got {self.huber_delta}.")
+        if self.label_std is not None and min(self.label_std) <= 0:
+            raise RelishConfigError(f"label_std must be positive for every target, got {self.label_std}.")
+        if (self.label_mean is None) != (self.label_std is None):
+            raise RelishConfigError("label_mean and label_std belong together: give both or neither.")
+        if (self.label_min is None) != (self.label_max is None):
+            raise RelishConfigError("label_min and label_max belong together: give both or neither.")
+        if self.label_min is not None and any(a >= b for a, b in zip(self.label_min, self.label_max, strict=True)):
+            raise RelishConfigError(f"label_min {self.label_min} must lie below label_max {self.label_max}.")
+
+    def _check_text(self) -> None:
+        _one_of("truncation", self.truncation, TRUNCATIONS)
+        _positive_int("max_length", self.max_length)
+
+    def _check_backbone_layer(self) -> None:
+        total = self.num_hidden_layers
+        if self.backbone_layer is None:
+            return
+        _positive_int("backbone_layer", self.backbone_layer)
+        if self.backbone_layer > total:
+            raise RelishConfigError(
+                f"backbone_layer must lie in 1..{total} (the {self.backbone_config.model_type} backbone has {total} "
+                f"layers), got {self.backbone_layer}."
+            )
+
+    # ------------------------------------------------------------------ what follows from the settings
+
+    @property
+    def reads_last_layer(self) -> bool:
+        """Whether the head reads the backbone's own output, after its final norm."""
+        return self.backbone_layer is None or self.backbone_layer == self.num_hidden_layers
+
+    @property
+    def uses_input_norm(self) -> bool:
+        """`input_norm`, resolved: where it is `None` it follows the layer."""
+        return (not self.reads_last_layer) if self.input_norm is None else self.input_norm
+
+    @property
+    def label_range(self) -> list[tuple[float, float]] | None:
+        """(minimum, maximum) of the scale for every target, or `None` where it is not known."""
+        return None if self.label_min is None else list(zip(self.label_min, self.label_max, strict=True))
+
+    # ------------------------------------------------------------------ the backbone's own settings, seen from the top
+    # TRL, PEFT and Trainer read and write these on the model's config. They live in the backbone's config alone, so
+    # that what is written through either is the same value, and is saved with it.
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """Return the backbone's text configuration (this object itself while there is none)."""
+        if self.backbone_config is None:
+            return self
+        return self.backbone_config.get_text_config(decoder=decoder, encoder=encoder)
+
+    @property
+    def hidden_size(self) -> int:
+        """D, the width of the backbone's token states."""
+        return self._text_config().hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens of the backbone."""
+        return self._text_config().vocab_size
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Number of layers of the whole backbone, also where it is cut."""
+        return self._text_config().num_hidden_layers
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Padding token of the backbone; never used for masking."""
+        return getattr(self._text_config(), "pad_token_id", None)
+
+    @pad_token_id.setter
+    def pad_token_id(self, value: int | None) -> None:
+        self._text_config().pad_token_id = value
+
+    def _text_config(self) -> PreTrainedConfig:
+        if self.backbone_config is None:
+            raise AttributeError("this RelishConfig has no backbone_config yet, so no size is known")
+        return self.backbone_config.get_text_config()
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise RelishConfigError(f"{name} must be one of {list(allowed)}, got {value!r}.")
+
+
+def _positive_int(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RelishConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
+
+
+def _backbone_config_from_dict(values: dict[str, Any]) -> PreTrainedConfig:
+    model_type = values.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        # Only architectures that transformers itself holds: a config from the Hub must never bring code in by this door.
+        raise RelishConfigError(
+            f"backbone_config has model_type {model_type!r}, which this version of transformers does not know. Backbones "
+            "with remote code are not loaded; update transformers if the architecture is new."
+        )
+    return CONFIG_MAPPING[model_type].from_dict(dict(values))

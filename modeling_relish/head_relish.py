@@ -1,0 +1,203 @@
+"""From hidden states and mask to a standardised prediction: the RELISH head, and the static heads it is compared with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .configuration_relish import RelishConfig
+
+ATTENTION_FORMS = ("auto", "explicit", "absorbed_kv", "absorbed")
+
+HeadOutput = tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]
+
+
+class LatentAttention(nn.Module):
+    """Multi-head cross-attention of one latent query over the tokens (RELISH, section 3).
+
+    Three forms compute the same numbers. With q_h a head's query, softmax ignores what is equal for every token, so the key
+    bias drops out and the scores are `X (Wk_h' q_h)`; the weights sum to one, so the output is `Wv_h (a' X) + bv_h`: no key or
+    value per token is needed ("absorbed_kv"). As `X = H W' + b`, the same step moves W to the query's side, and attention runs
+    on H itself ("absorbed").
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_size = hidden_size // num_heads
+        self.q_proj = nn.Linear(hidden_size, hidden_size)
+        self.k_proj = nn.Linear(hidden_size, hidden_size)
+        self.v_proj = nn.Linear(hidden_size, hidden_size)
+        self.out_proj = nn.Linear(hidden_size, hidden_size)
+
+    def forward(
+        self, latent: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor, form: str, input_proj: nn.Linear
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend once.
+
+        Args:
+            latent: (B, d), the query's source.
+            tokens: (B, T, d) projected states X, or (B, T, D) states H under `form="absorbed"`.
+            bias: (B, 1, T), 0 for a token and -inf for padding.
+            form: one of [`ATTENTION_FORMS`] but "auto".
+            input_proj: the projection W, b from H to X, used under "absorbed".
+
+        Returns:
+            (B, d) output and (B, heads, T) attention weights.
+        """
+        B, d = latent.shape
+        h, e = self.num_heads, self.head_size
+        q = self.q_proj(latent).view(B, h, e) / math.sqrt(e)
+        if form == "explicit":
+            k = self.k_proj(tokens).view(B, -1, h, e)
+            v = self.v_proj(tokens).view(B, -1, h, e)
+            weights = torch.softmax(torch.einsum("bhe,bthe->bht", q, k) + bias, dim=-1)
+            return self.out_proj(torch.einsum("bht,bthe->bhe", weights, v).reshape(B, d)), weights
+        # The key bias adds one number to all scores of a head and changes nothing; it is kept so that the parameter has a
+        # gradient (zero), which distributed training asks of every parameter.
+        bias = bias + torch.einsum("bhe,he->bh", q, self.k_proj.bias.view(h, e))[..., None]
+        query = torch.einsum("bhe,hed->bhd", q, self.k_proj.weight.view(h, e, d))
+        if form == "absorbed":
+            query = query @ input_proj.weight  # (B, h, D)
+        weights = torch.softmax(query @ tokens.transpose(1, 2) + bias, dim=-1)
+        context = weights @ tokens  # (B, h, d or D)
+        if form == "absorbed":
+            context = F.linear(context, input_proj.weight, input_proj.bias)
+        values = torch.einsum("bhd,hed->bhe", context, self.v_proj.weight.view(h, e, d)).reshape(B, d)
+        return self.out_proj(values + self.v_proj.bias), weights
+
+
+class RefinementStep(nn.Module):
+    """One update of the latent: a post-norm Transformer block without self-attention (RELISH, section 3)."""
+
+    def __init__(self, config: RelishConfig) -> None:
+        super().__init__()
+        d = config.head_hidden_size
+        self.attention = LatentAttention(d, config.head_num_attention_heads)
+        self.attention_norm = nn.LayerNorm(d)
+        self.intermediate = nn.Linear(d, config.head_intermediate_size)
+        self.output = nn.Linear(config.head_intermediate_size, d)
+        self.output_norm = nn.LayerNorm(d)
+        self.dropout = nn.Dropout(config.head_dropout)
+
+    def forward(
+        self, latent: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor, form: str, input_proj: nn.Linear
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the refined (B, d) latent and its (B, heads, T) attention weights; arguments as in [`LatentAttention`]."""
+        attended, weights = self.attention(latent, tokens, bias, form, input_proj)
+        latent = self.attention_norm(latent + self.dropout(attended))
+        hidden = self.output(F.gelu(self.intermediate(latent)))
+        return self.output_norm(latent + self.dropout(hidden)), weights
+
+
+class RelishHead(nn.Module):
+    """The paper's head: a learned latent state reads the token states L times, a linear regressor turns it into numbers.
+
+    `attention_form` chooses how attention is computed, never what: `"explicit"` (keys and values per token),
+    `"absorbed_kv"`, `"absorbed"`, or `"auto"`, which takes the one with the fewest operations for the shape
+    (see [`cheapest_form`]). The state dict is the same for all.
+    """
+
+    def __init__(self, config: RelishConfig) -> None:
+        super().__init__()
+        self.input_norm = config.uses_input_norm
+        self.attention_form = "auto"
+        self.input_proj = nn.Linear(config.hidden_size, config.head_hidden_size)
+        self.latent = nn.Parameter(torch.empty(config.head_hidden_size))
+        self.steps = nn.ModuleList(RefinementStep(config) for _ in range(config.num_refinement_steps))
+        self.regressor = nn.Linear(config.head_hidden_size, config.num_labels)
+        nn.init.normal_(self.latent, std=0.02)
+
+    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor, output_attentions: bool = False) -> HeadOutput:
+        """Predict from token states.
+
+        Args:
+            hidden_states: (B, T, D) in any float dtype; computed in the head's own.
+            mask: (B, T), true or 1 = token; at least one token a row.
+            output_attentions: Also return the latent's attention.
+
+        Returns:
+            (B, K) standardised predictions, and a tuple of L (B, heads, T) attention weights or `None`.
+        """
+        states = _prepare(hidden_states, self.input_proj.weight.dtype, self.input_norm)
+        form = self._form(states)
+        tokens = states if form == "absorbed" else self.input_proj(states)
+        bias = torch.zeros_like(mask, dtype=states.dtype).masked_fill_(~mask.bool(), float("-inf"))[:, None, :]
+        latent = self.latent.expand(len(states), -1)
+        attentions = []
+        for step in self.steps:
+            latent, weights = step(latent, tokens, bias, form, self.input_proj)
+            attentions.append(weights)
+        return self.regressor(latent), tuple(attentions) if output_attentions else None
+
+    def _form(self, states: torch.Tensor) -> str:
+        if self.attention_form not in ATTENTION_FORMS:
+            raise ValueError(f"attention_form must be one of {list(ATTENTION_FORMS)}, got {self.attention_form!r}.")
+        if self.attention_form != "auto":
+            return self.attention_form
+        attention = self.steps[0].attention
+        return cheapest_form(states.shape[1], states.shape[2], len(self.latent), attention.num_heads, len(self.steps))
+
+
+def cheapest_form(T: int, D: int, d: int, heads: int, steps: int) -> str:
+    """Choose the attention form with the fewest multiplications for a text of T tokens.
+
+    With L steps and h heads, up to what all forms share:
+
+    - explicit: `T D d + L (2 T d d + 2 T d)` (the projection; then a key and a value per token, scores and sums)
+    - absorbed_kv: `T D d + L 2 h T d` (scores and sums run on X for every head)
+    - absorbed: `L (2 h T D + 2 h d D)` (no projection: scores and sums run on H, and W is applied to h queries and h sums)
+    """
+    shared_kv = 2 * d * d  # per step and text: moving q to the keys' side and the sum through Wv
+    operations = {
+        "explicit": T * D * d + steps * (2 * T * d * d + 2 * T * d),
+        "absorbed_kv": T * D * d + steps * (2 * heads * T * d + shared_kv),
+        "absorbed": steps * (2 * heads * T * D + 2 * heads * d * D + shared_kv),
+    }
+    return min(operations, key=operations.__getitem__)
+
+
+class PooledHead(nn.Module):
+    """A static baseline: one pooled token state through a linear layer, or through a two-layer MLP (GELU)."""
+
+    def __init__(self, config: RelishConfig) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        self.input_norm = config.uses_input_norm
+        if config.head_type == "linear":
+            self.regressor: nn.Module = nn.Linear(config.hidden_size, config.num_labels)
+        else:
+            self.regressor = nn.Sequential(
+                nn.Linear(config.hidden_size, config.head_intermediate_size),
+                nn.GELU(),
+                nn.Dropout(config.head_dropout),
+                nn.Linear(config.head_intermediate_size, config.num_labels),
+            )
+
+    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor, output_attentions: bool = False) -> HeadOutput:
+        """Predict from token states; as [`RelishHead.forward`], and there is no attention to return."""
+        del output_attentions
+        dtype = next(self.parameters()).dtype
+        return self.regressor(pool(_prepare(hidden_states, dtype, self.input_norm), mask.bool(), self.pooling)), None
+
+
+def pool(states: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
+    """Pool (B, T, D) states over the tokens of a boolean (B, T) mask to (B, D): their mean, the first, or the last."""
+    if pooling == "mean":
+        return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    T = mask.shape[1]
+    index = mask.int().argmax(1) if pooling == "first" else T - 1 - mask.flip(1).int().argmax(1)
+    return states[torch.arange(len(states), device=states.device), index]
+
+
+def _prepare(hidden_states: torch.Tensor, dtype: torch.dtype, input_norm: bool) -> torch.Tensor:
+    states = hidden_states.to(dtype)
+    return F.layer_norm(states, states.shape[-1:]) if input_norm else states
+
+
+def build_head(config: RelishConfig) -> RelishHead | PooledHead:
+    """Build the head that `config.head_type` names."""
+    return RelishHead(config) if config.head_type == "relish" else PooledHead(config)

@@ -1,0 +1,76 @@
+"""From predictions and labels to a loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+class LabelError(ValueError):
+    """Labels that cannot be trained on; the message says what came and what was expected."""
+
+
+def check_labels(labels: torch.Tensor, batch_size: int, num_labels: int) -> torch.Tensor:
+    """Return labels as (B, K) fp32.
+
+    Args:
+        labels: (B,), (B, 1) or (B, K); any integer or float dtype.
+        batch_size: B.
+        num_labels: K.
+
+    Raises:
+        LabelError: for a wrong shape (with both numbers) or a value that is not finite (with its row and target).
+    """
+    shape = tuple(labels.shape)
+    expected = (batch_size, num_labels)
+    if shape != expected and not (num_labels == 1 and shape == (batch_size,)):
+        got = labels.shape[1] if labels.dim() == 2 else 1
+        raise LabelError(
+            f"labels have shape {shape}, that is {got} target(s) a row; the model has num_labels={num_labels} and the batch "
+            f"{batch_size} row(s), so {expected} was expected."
+        )
+    if labels.dtype == torch.bool:
+        raise LabelError("labels are true/false; regression needs numbers.")
+    labels = labels.to(torch.float32).view(expected)
+    if not torch.compiler.is_compiling():
+        bad = ~torch.isfinite(labels)
+        if bool(bad.any()):
+            row, target = (int(i) for i in bad.nonzero()[0])
+            raise LabelError(
+                f"label of row {row} of the batch, target {target}, is {float(labels[row, target])}: not a number."
+            )
+    return labels
+
+
+def regression_loss(
+    predictions: torch.Tensor,
+    targets: torch.Tensor,
+    objective: str,
+    huber_delta: float = 1.0,
+    sample_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Mean loss on standardised values, in fp32.
+
+    The mean runs over rows and targets, and weights multiply without being divided out again: a weight of 1 is an ordinary
+    row, and the loss of a batch is the mean of the losses of its parts, as gradient accumulation and several processes need.
+
+    Args:
+        predictions: (B, K) standardised predictions.
+        targets: (B, K) standardised labels.
+        objective: `"huber"` (RELISH, section 4) or `"mse"`.
+        huber_delta: Where Huber turns linear, in standard deviations.
+        sample_weight: (B,) or (B, 1) weights, >= 0.
+
+    Returns:
+        A scalar.
+    """
+    predictions, targets = predictions.float(), targets.float()
+    if objective == "huber":
+        loss = F.huber_loss(predictions, targets, reduction="none", delta=huber_delta)
+    elif objective == "mse":
+        loss = F.mse_loss(predictions, targets, reduction="none")
+    else:
+        raise ValueError(f"objective must be one of ['huber', 'mse'], got {objective!r}.")
+    if sample_weight is not None:
+        loss = loss * sample_weight.float().view(-1, 1)
+    return loss.mean()

@@ -1,0 +1,188 @@
+"""From rows of text to token ids: the prompt template, and truncation that keeps the template's own words."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+class TemplateError(ValueError):
+    """A prompt template that cannot be used, or a row that does not fit it."""
+
+
+class TextTooLongError(ValueError):
+    """A prompt longer than `max_length` that may not or cannot be cut."""
+
+
+class PromptTemplate:
+    """A text with named fields, e.g. `"Sentence 1: {text_a}\\nSentence 2: {text_b}\\nScore:"`.
+
+    `{name}` is a field, `{{` and `}}` are literal braces. Attributes, indices, conversions and format specifications
+    (`{a.b}`, `{a[0]}`, `{a!r}`, `{a:>9}`) are refused: a template may come with a foreign checkpoint, and must reach
+    nothing but the row's text. The row's text is data and is inserted as it is, braces and all.
+
+    Args:
+        template: The text; at least one field.
+
+    Raises:
+        TemplateError: if it does not parse, has no field, or a field is more than a name.
+    """
+
+    def __init__(self, template: str) -> None:
+        self.template = template
+        self.parts: list[tuple[str, str | None]] = []  # (literal text, field that follows or None)
+        try:
+            parsed = list(string.Formatter().parse(template))
+        except ValueError as error:
+            raise TemplateError(
+                f"prompt template {template!r} does not parse: {error}. Literal braces are {{{{ and }}}}."
+            )
+        for literal, field, spec, conversion in parsed:
+            if field is not None and (not field.isidentifier() or spec or conversion):
+                raise TemplateError(
+                    f"prompt template {template!r}: a field is a plain name such as {{text}}, got {{{field}"
+                    f"{'!' + conversion if conversion else ''}{':' + spec if spec else ''}}}."
+                )
+            self.parts.append((literal, field))
+        self.fields: tuple[str, ...] = tuple(dict.fromkeys(f for _, f in self.parts if f is not None))
+        if not self.fields:
+            raise TemplateError(f"prompt template {template!r} has no field; write where the text goes, as {{text}}.")
+
+    def render(self, row: Mapping[str, str], limit: int | None = None) -> str:
+        """Return the prompt of one row; `limit` keeps only the first characters of every field."""
+        return "".join(literal + (row[field][:limit] if field else "") for literal, field in self.parts)
+
+    def row(self, example: Any, index: int = 0) -> dict[str, str]:
+        """Bring one example into the form {field: text}.
+
+        Args:
+            example: A string (templates with one field), a pair (templates with two), or a mapping with the fields; a
+                mapping with `text` and `text_pair`, as pipelines use, stands for one or two fields in order.
+            index: Row number for the error message, from 0.
+
+        Raises:
+            TemplateError: if the fields do not fit or a value is not a string.
+        """
+        if isinstance(example, Mapping):
+            if not all(f in example for f in self.fields):
+                pair = [example[k] for k in ("text", "text_pair") if example.get(k) is not None]
+                if len(pair) != len(self.fields):
+                    raise TemplateError(
+                        f"row {index}: the template's fields are {list(self.fields)}, got columns {sorted(map(str, example))}."
+                    )
+                example = dict(zip(self.fields, pair, strict=True))
+            values = [example[f] for f in self.fields]
+        else:
+            values = (
+                [example]
+                if isinstance(example, str)
+                else list(example)
+                if isinstance(example, (list, tuple))
+                else [example]
+            )
+            if len(values) != len(self.fields):
+                raise TemplateError(
+                    f"row {index}: the template {self.template!r} has {len(self.fields)} field(s) {list(self.fields)}, got "
+                    f"{len(values)} text(s)."
+                )
+        for field, value in zip(self.fields, values, strict=True):
+            if not isinstance(value, str):
+                raise TemplateError(
+                    f"row {index}: field {field!r} must be a string, got {type(value).__name__} {value!r}."
+                )
+        return dict(zip(self.fields, values, strict=True))
+
+
+def encode_rows(
+    examples: Iterable[Any],
+    template: PromptTemplate,
+    tokenizer: Any,
+    max_length: int,
+    truncation: str = "longest_first",
+) -> Iterator[list[int]]:
+    """Yield the token ids of every example's prompt, in order.
+
+    A prompt longer than `max_length` loses the end of its longest field (of all fields that are longest), so the
+    template's words, above all the suffix that asks for the score, always stay. One warning at the end says how many.
+
+    Args:
+        examples: What [`PromptTemplate.row`] accepts.
+        template: The parsed template.
+        tokenizer: A transformers tokenizer.
+        max_length: In tokens, special tokens included; also bounded by the tokenizer's own `model_max_length`.
+        truncation: `"longest_first"` or `"error"`.
+
+    Raises:
+        TextTooLongError: under `"error"`, or where even the template without text is too long.
+        TemplateError: for a row that does not fit the template.
+    """
+    max_length = min(max_length, tokenizer.model_max_length)
+    cut = total = 0
+    for index, example in enumerate(examples):
+        row = template.row(example, index)
+        ids = tokenize(template.render(row), tokenizer)
+        total += 1
+        if len(ids) > max_length:
+            if truncation == "error":
+                raise TextTooLongError(
+                    f"row {index} has {len(ids)} tokens, max_length is {max_length}. Raise max_length, shorten the text, or "
+                    'allow cutting with truncation="longest_first".'
+                )
+            ids = _cut_to(row, template, tokenizer, max_length, index)
+            cut += 1
+        if not ids:
+            raise TemplateError(
+                f"row {index}: the prompt has no token at all; the text is empty and so is the template."
+            )
+        yield ids
+    if cut:
+        logger.warning(
+            f"{cut} of {total} texts were longer than max_length={max_length} tokens: the end of their longest field was cut."
+        )
+
+
+def tokenize(prompt: str, tokenizer: Any) -> list[int]:
+    """Return the ids of one prompt, with the tokenizer's special tokens but never a second BOS.
+
+    A text that a chat template has built begins with BOS already; adding another one shifts every state.
+    """
+    bos = tokenizer.bos_token
+    has_bos = bool(bos) and prompt.startswith(bos)
+    # The length is checked by the caller, which says it better than the tokenizer's own warning.
+    return tokenizer(prompt, add_special_tokens=not has_bos, verbose=False)["input_ids"]
+
+
+def _cut_to(row: Mapping[str, str], template: PromptTemplate, tokenizer: Any, max_length: int, index: int) -> list[int]:
+    """Find the largest common limit on the fields' characters that fits, by bisection on the real token count."""
+    best = tokenize(template.render(row, 0), tokenizer)
+    if len(best) > max_length:
+        raise TextTooLongError(
+            f"row {index}: the template alone has {len(best)} tokens, max_length is {max_length}. Raise max_length or shorten "
+            f"the template {template.template!r}."
+        )
+    low, high = 0, max(map(len, row.values()))  # `low` characters fit, `high` do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        ids = tokenize(template.render(row, middle), tokenizer)
+        if len(ids) <= max_length:
+            low, best = middle, ids
+        else:
+            high = middle
+    return best
+
+
+def pad_batch(sequences: Sequence[Sequence[int]], pad_token_id: int | None) -> tuple[list[list[int]], list[list[int]]]:
+    """Pad token ids on the right to the longest; return (ids, attention mask), both (B, T).
+
+    The padding id is never looked at again, for masking goes by the mask: without one, 0 serves.
+    """
+    longest = max(map(len, sequences))
+    pad = 0 if pad_token_id is None else pad_token_id
+    ids = [list(s) + [pad] * (longest - len(s)) for s in sequences]
+    mask = [[1] * len(s) + [0] * (longest - len(s)) for s in sequences]
+    return ids, mask

@@ -1,0 +1,292 @@
+"""RelishTrainer: from raw text and labels to a trained head, with the backbone run once per text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, Trainer
+from transformers.utils import logging
+
+from .configuration_relish import OBJECTIVES, RelishConfigError
+from .data import RelishCollator, TableError, check_label
+from .features import FeatureCache, FeatureDataset
+from .metrics import make_compute_metrics
+from .modeling_relish import RelishForSequenceRegression
+from .text_relish import PromptTemplate, encode_rows
+from .training_args import RelishTrainingArguments
+
+logger = logging.get_logger(__name__)
+
+LABEL_NAMES = ("labels", "label", "score")
+
+
+class TokenDataset(torch.utils.data.Dataset):
+    """Rows of token ids with their labels: `input_ids` (T,), `labels` (K,), `sample_weight`."""
+
+    def __init__(self, ids: Sequence[Sequence[int]], columns: dict[str, Any]) -> None:
+        self.ids = ids
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.ids[index], **{name: values[index] for name, values in self.columns.items()}}
+
+
+class RelishTrainer(Trainer):
+    """`transformers.Trainer` for RELISH models.
+
+    It takes data sets with the template's text columns (or `input_ids`), checks the labels, measures their mean, deviation and
+    range on the training rows and writes them to the config, freezes the backbone unless told otherwise, runs a frozen backbone
+    once per text, and reports Pearson, Spearman, NRMSE, RMSE and MAE in label units.
+
+    Args:
+        model: A [`RelishForSequenceRegression`], or a PEFT model around one.
+        args: [`RelishTrainingArguments`].
+        data_collator: As in `Trainer`; pads tokens or states where `None`.
+        train_dataset: `datasets.Dataset` (or a list of dicts) with text columns or `input_ids`, and labels.
+        eval_dataset: The same, or a dict of them.
+        processing_class: The tokenizer; needed for text columns.
+        compute_metrics: Replaces the metrics above.
+        **kwargs: As in `Trainer`.
+
+    Raises:
+        TableError: for a missing column, a label that is not a number, or a bad weight, with column and row.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | torch.nn.Module | None = None,
+        args: RelishTrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[[Any], dict[str, float]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if args is None:
+            args = RelishTrainingArguments(output_dir="tmp_trainer")
+        self.relish = _relish_model(model)
+        self._weight_scale = 1.0
+        self._prepared: dict[int, tuple[Any, Any]] = {}  # id -> (the data set itself, kept alive; what it became)
+        _apply_settings(self.relish, args, adapted=model is not self.relish)
+        self.args = args
+        if train_dataset is not None:
+            self._measure_labels(train_dataset)
+        config = self.relish.config
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator or RelishCollator(config.pad_token_id),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics or make_compute_metrics(config.label_range),
+            **kwargs,
+        )
+        self.train_dataset = self._prepare(train_dataset, "train")
+        if isinstance(eval_dataset, dict):
+            self.eval_dataset = {name: self._prepare(split, name) for name, split in eval_dataset.items()}
+        else:
+            self.eval_dataset = self._prepare(eval_dataset, "eval")
+
+    def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        # The one door through which every data set comes, those given to evaluate() and predict() too.
+        return super()._get_dataloader(self._prepare(dataset, description), description, *args, **kwargs)
+
+    # ------------------------------------------------------------------ labels
+
+    def _measure_labels(self, dataset: Any) -> None:
+        """Write the training labels' mean, deviation and range to the config, where it has none."""
+        columns = self._label_columns(dataset, "train", required=False)
+        weights = _column(dataset, self._weight_column(dataset))
+        if weights is not None:
+            mean = float(np.mean(_checked(weights, self._weight_column(dataset), "train", minimum=0.0)))
+            if mean <= 0:
+                raise TableError("the weights of the train data are all zero: no row would count.")
+            self._weight_scale = 1.0 / mean
+        if not columns:
+            return
+        labels = self._labels(dataset, columns, "train")
+        config = self.relish.config
+        if config.label_mean is None and self.args.standardize_labels:
+            std = labels.std(axis=0)
+            if (std == 0).any():
+                logger.warning(f"the training labels are all equal ({labels[0].tolist()}): there is nothing to learn.")
+            config.label_mean = labels.mean(axis=0).tolist()
+            config.label_std = np.where(std > 0, std, 1.0).tolist()
+        if config.label_min is None and (labels.max(axis=0) > labels.min(axis=0)).all():
+            config.label_min, config.label_max = labels.min(axis=0).tolist(), labels.max(axis=0).tolist()
+        if self.args.label_columns and len(self.args.label_columns) == config.num_labels:
+            config.id2label = dict(enumerate(self.args.label_columns))
+            config.label2id = {name: i for i, name in config.id2label.items()}
+
+    def _label_columns(self, dataset: Any, name: str, *, required: bool) -> list[str]:
+        present = _column_names(dataset)
+        wanted = self.args.label_columns
+        if "labels" in present and (wanted is None or not set(wanted) <= set(present)):
+            return ["labels"]
+        if wanted is not None:
+            if missing := [c for c in wanted if c not in present]:
+                raise TableError(f"the {name} data has no label column {missing}; its columns are {present}.")
+            return list(wanted)
+        found = [c for c in LABEL_NAMES if c in present][:1]
+        if required and not found:
+            raise TableError(
+                f"the {name} data has no label: none of {list(LABEL_NAMES)} is among its columns {present}. Name it with "
+                "label_columns=[...]."
+            )
+        return found
+
+    def _labels(self, dataset: Any, columns: list[str], name: str) -> np.ndarray:
+        """Return (N, K) checked float64 labels."""
+        K = self.relish.config.num_labels
+        values = [_column(dataset, c) for c in columns]
+        rows = [_flat(row) for row in zip(*values, strict=True)]
+        for number, row in enumerate(rows):
+            if len(row) != K:
+                raise TableError(
+                    f"{name} data, row {number + 1}: {len(row)} target(s) in column(s) {columns}, the model has num_labels={K}."
+                )
+        where = ", ".join(columns)
+        return np.array(
+            [[check_label(v, where=f"{name} data", column=where, row=i + 1) for v in r] for i, r in enumerate(rows)]
+        )
+
+    def _weight_column(self, dataset: Any) -> str | None:
+        if self.args.weight_column is not None:
+            return self.args.weight_column
+        return "sample_weight" if "sample_weight" in _column_names(dataset) else None
+
+    # ------------------------------------------------------------------ data sets
+
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        """Turn rows of text or tokens into rows of states (frozen backbone, cached) or tokens; others pass as they are."""
+        if dataset is None or isinstance(dataset, (TokenDataset, FeatureDataset, torch.utils.data.IterableDataset)):
+            return dataset
+        if id(dataset) in self._prepared:
+            return self._prepared[id(dataset)][1]
+        if "hidden_states" in _column_names(dataset) or "inputs_embeds" in _column_names(dataset):
+            return dataset
+        ids = self._token_ids(dataset, name)
+        columns = self._columns(dataset, name)
+        prepared: Any = (
+            FeatureDataset(self._cached(ids), ids, columns) if self._caches() else TokenDataset(ids, columns)
+        )
+        self._prepared[id(dataset)] = (dataset, prepared)
+        return prepared
+
+    def _token_ids(self, dataset: Any, name: str) -> list[list[int]]:
+        present = _column_names(dataset)
+        config = self.relish.config
+        if "input_ids" in present:
+            ids = _column(dataset, "input_ids")
+            masks = (
+                _column(dataset, "attention_mask") if "attention_mask" in present else [[1] * len(row) for row in ids]
+            )
+            return [[int(t) for t, m in zip(row, mask, strict=True) if m] for row, mask in zip(ids, masks, strict=True)]
+        template = PromptTemplate(config.prompt_template)
+        if missing := [f for f in template.fields if f not in present]:
+            raise TableError(
+                f"the {name} data has no column {missing}, which the prompt template {template.template!r} names; its columns "
+                f"are {present}."
+            )
+        if self.processing_class is None:
+            raise ValueError("text columns need processing_class=tokenizer.")
+        rows = ({f: row[f] for f in template.fields} for row in dataset)
+        return list(encode_rows(rows, template, self.processing_class, config.max_length, config.truncation))
+
+    def _columns(self, dataset: Any, name: str) -> dict[str, np.ndarray]:
+        columns: dict[str, np.ndarray] = {}
+        label_columns = self._label_columns(dataset, name, required=name == "train")
+        if label_columns:
+            columns["labels"] = self._labels(dataset, label_columns, name).astype(np.float32)
+        weight_column = self._weight_column(dataset)
+        weights = _column(dataset, weight_column)
+        if weights is not None:
+            checked = _checked(weights, weight_column, name, minimum=0.0)
+            columns["sample_weight"] = (checked * self._weight_scale).astype(np.float32)
+        return columns
+
+    def _caches(self) -> bool:
+        wanted = self.args.cache_features
+        possible = self.relish.backbone_is_frozen
+        if wanted and not possible:
+            raise ValueError("cache_features=True needs a frozen backbone: one that is trained changes its states.")
+        return possible if wanted is None else wanted
+
+    def _cached(self, ids: list[list[int]]) -> FeatureCache:
+        if not hasattr(self, "_cache"):
+            self._cache = FeatureCache(self.relish, self.args.features_dir, self.args.features_dtype)
+        rank, world = self.args.process_index, self.args.world_size
+        self._cache.add(ids, show_progress=not self.args.disable_tqdm and rank == 0, rank=rank, world=world)
+        if world > 1:  # every process has written its shards; the first closes the request, then all read it
+            self.accelerator.wait_for_everyone()
+            if rank == 0:
+                self._cache.refresh(ids)
+            self.accelerator.wait_for_everyone()
+            self._cache.refresh(ids, is_main=False)
+        return self._cache
+
+
+def _relish_model(model: Any) -> RelishForSequenceRegression:
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, RelishForSequenceRegression):
+        raise ValueError(f"RelishTrainer trains a RelishForSequenceRegression, got {type(inner).__name__}.")
+    return inner
+
+
+def _apply_settings(model: RelishForSequenceRegression, args: RelishTrainingArguments, *, adapted: bool) -> None:
+    if args.objective is not None:
+        if args.objective not in OBJECTIVES:
+            raise RelishConfigError(f"objective must be one of {list(OBJECTIVES)}, got {args.objective!r}.")
+        model.config.objective = args.objective
+    if args.huber_delta is not None:
+        if not args.huber_delta > 0:
+            raise RelishConfigError(f"huber_delta must be a positive number, got {args.huber_delta}.")
+        model.config.huber_delta = args.huber_delta
+    if adapted:  # PEFT has frozen and unfrozen what it wants
+        return
+    if args.freeze_backbone:
+        model.freeze_backbone()
+    else:
+        model.unfreeze_backbone()
+
+
+def _column_names(dataset: Any) -> list[str]:
+    names = getattr(dataset, "column_names", None)
+    return list(names) if names is not None else list(dataset[0]) if len(dataset) else []
+
+
+def _column(dataset: Any, name: str | None) -> list[Any] | None:
+    """Return a column of a `datasets.Dataset` or of any sequence of dicts."""
+    if name is None:
+        return None
+    if name not in _column_names(dataset):
+        raise TableError(f"the data has no column {name!r}; its columns are {_column_names(dataset)}.")
+    return list(dataset[name]) if hasattr(dataset, "column_names") else [dataset[i][name] for i in range(len(dataset))]
+
+
+def _flat(row: tuple[Any, ...]) -> list[Any]:
+    out: list[Any] = []
+    for value in row:
+        value = value.tolist() if hasattr(value, "tolist") else value
+        out.extend(value if isinstance(value, (list, tuple)) else [value])
+    return out
+
+
+def _checked(values: Sequence[Any], column: str | None, name: str, minimum: float) -> np.ndarray:
+    checked = np.array(
+        [check_label(v, where=f"{name} data", column=str(column), row=i + 1) for i, v in enumerate(values)]
+    )
+    if (checked < minimum).any():
+        row = int(np.argmax(checked < minimum))
+        raise TableError(
+            f"{name} data, column {column!r}, row {row + 1}: a weight must be at least {minimum}, got {checked[row]}."
+        )
+    return checked

@@ -1,0 +1,40 @@
+"""RelishTrainingArguments: what training a RELISH model adds to `transformers.TrainingArguments`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+
+@dataclass
+class RelishTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with the defaults of a small head on a frozen backbone, and RELISH's own settings."""
+
+    learning_rate: float = field(
+        default=3e-4, metadata={"help": "Peak learning rate; a head takes more than a backbone."}
+    )
+    per_device_train_batch_size: int = field(default=32, metadata={"help": "Rows per device and step."})
+    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Rows per device in evaluation."})
+    objective: str | None = field(
+        default=None, metadata={"help": "huber or mse, on standardised labels; None keeps the model config's."}
+    )
+    huber_delta: float | None = field(default=None, metadata={"help": "Where Huber turns linear, in label deviations."})
+    freeze_backbone: bool = field(default=True, metadata={"help": "Train the head alone; False trains everything."})
+    label_columns: list[str] | None = field(
+        default=None, metadata={"help": "Columns that hold the targets; None takes labels, label or score."}
+    )
+    weight_column: str | None = field(
+        default=None, metadata={"help": "Column with a weight >= 0 per row; scaled to mean 1 over the training rows."}
+    )
+    standardize_labels: bool = field(
+        default=True,
+        metadata={"help": "Measure the training labels' mean and deviation, and undo them in predictions."},
+    )
+    cache_features: bool | None = field(
+        default=None, metadata={"help": "Run a frozen backbone once per text and keep its states; None = when frozen."}
+    )
+    features_dir: str | None = field(
+        default=None, metadata={"help": "Folder of the feature cache; None = the user's cache."}
+    )
+    features_dtype: str = field(default="bfloat16", metadata={"help": "bfloat16, float16 or float32 on disk."})
