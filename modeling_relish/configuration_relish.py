@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, ClassVar
 
@@ -120,10 +121,15 @@ class RelishConfig(PreTrainedConfig):
             )
         if isinstance(self.backbone_config, dict):
             self.backbone_config = _backbone_config_from_dict(self.backbone_config)
+        # A copy: the object may be a live model's, and what is set here (attention kernel, pad token) is not meant for it.
+        self.backbone_config = copy.deepcopy(self.backbone_config)
+        attention = getattr(self.backbone_config, "_attn_implementation", None)
         if self.id2label is None:
             kwargs.setdefault("num_labels", 1)
         pad_token_id = kwargs.pop("pad_token_id", None)
         super().__post_init__(**kwargs)
+        if attention is not None and self._attn_implementation is None:
+            self.backbone_config._attn_implementation = attention
         if pad_token_id is not None:
             self.pad_token_id = pad_token_id
         for name in ("label_mean", "label_std", "label_min", "label_max"):
@@ -133,6 +139,14 @@ class RelishConfig(PreTrainedConfig):
         self._check_text()
         if self.backbone_config is not None:
             self._check_backbone_layer()
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return what differs from the defaults, and the targets' names always.
+
+        transformers leaves out two labels named LABEL_0 and LABEL_1 as its default; here one target is the default, and two
+        targets would come back as one.
+        """
+        return {**super().to_diff_dict(), "id2label": self.id2label, "label2id": self.label2id}
 
     # ------------------------------------------------------------------ checks
 

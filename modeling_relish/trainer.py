@@ -11,7 +11,8 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging
 
 from .configuration_relish import OBJECTIVES, RelishConfigError
-from .data import RelishCollator, TableError, check_label
+from .data import TableError, check_label
+from .data_collator import RelishCollator
 from .features import FeatureCache, FeatureDataset
 from .metrics import make_compute_metrics
 from .modeling_relish import RelishForSequenceRegression

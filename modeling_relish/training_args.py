@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from transformers import TrainingArguments
 
 
@@ -16,6 +17,9 @@ class RelishTrainingArguments(TrainingArguments):
     )
     per_device_train_batch_size: int = field(default=32, metadata={"help": "Rows per device and step."})
     per_device_eval_batch_size: int = field(default=64, metadata={"help": "Rows per device in evaluation."})
+    dataloader_pin_memory: bool = field(
+        default_factory=torch.cuda.is_available, metadata={"help": "Pin batches for a GPU; on where there is one."}
+    )
     objective: str | None = field(
         default=None, metadata={"help": "huber or mse, on standardised labels; None keeps the model config's."}
     )

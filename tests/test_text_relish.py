@@ -1,0 +1,121 @@
+"""Templates are filled with data, never interpreted; what is too long loses text, never the template."""
+
+import logging
+
+import pytest
+from tiny import byte_bpe_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
+from transformers.utils import logging as hf_logging
+
+from modeling_relish.text_relish import PromptTemplate, TemplateError, TextTooLongError, encode_rows, pad_batch
+
+TOKENIZERS = [byte_bpe_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer]
+
+
+@pytest.fixture
+def log(caplog):
+    hf_logging.enable_propagation()
+    caplog.set_level(logging.WARNING)
+    yield caplog
+    hf_logging.disable_propagation()
+
+
+def encode(examples, template, tokenizer, max_length=10_000, truncation="longest_first"):
+    return list(encode_rows(examples, PromptTemplate(template), tokenizer, max_length, truncation))
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{text.__class__}", "{text[0]}", "{text!r}", "{text:>9}", "{0}", "{}", "no field", "{text", "}", "{a b}", "{text.__init__.__globals__}"],
+)
+def test_anything_but_plain_fields_is_refused(template):
+    with pytest.raises(TemplateError):
+        PromptTemplate(template)
+
+
+def test_users_text_is_data_and_its_braces_stay():
+    template = PromptTemplate("A: {a}\nB: {{{b}}}")
+    assert template.render({"a": "{b}", "b": "{a.__class__} %s {}"}) == "A: {b}\nB: {{a.__class__} %s {}}"
+
+
+@pytest.mark.parametrize(
+    ("example", "expected"),
+    [
+        (("x", "y"), {"a": "x", "b": "y"}),
+        (["x", "y"], {"a": "x", "b": "y"}),
+        ({"a": "x", "b": "y", "other": 3}, {"a": "x", "b": "y"}),
+        ({"text": "x", "text_pair": "y"}, {"a": "x", "b": "y"}),
+    ],
+)
+def test_rows_come_as_pairs_or_dicts(example, expected):
+    assert PromptTemplate("{a} {b}").row(example) == expected
+
+
+@pytest.mark.parametrize("example", ["only one", ("x", "y", "z"), {"a": "x"}, {"a": "x", "b": None}, ("x", 3), None, 3.5])
+def test_rows_that_do_not_fit_raise_with_their_number(example):
+    with pytest.raises(TemplateError, match="row 4"):
+        PromptTemplate("{a} {b}").row(example, index=4)
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_prompt_is_tokenised_as_one_text(make):
+    tokenizer = make()
+    prompt = "Text: a good film\nScore:"
+    assert encode(["a good film"], "Text: {text}\nScore:", tokenizer) == [tokenizer(prompt)["input_ids"]]
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_too_long_text_is_cut_and_the_suffix_stays(make, log):
+    tokenizer = make()
+    long = "the film was very good and I liked it " * 30
+    ids = encode([("short", long), ("one", "two")], "First: {a} Second: {b} Score:", tokenizer, max_length=40)
+    assert 30 < len(ids[0]) <= 40
+    text = tokenizer.decode(ids[0], skip_special_tokens=True).lower()
+    assert text.rstrip().endswith("score:") or text.rstrip().endswith("score :")
+    assert "short" in text  # the shorter field is untouched
+    assert "1 of 2 texts" in log.text
+    assert "max_length=40" in log.text
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_cut_is_as_long_as_fits(make):
+    tokenizer = make()
+    long = "good " * 200
+    template = PromptTemplate("Rate {text} Score:")
+    (ids,) = encode_rows([long], template, tokenizer, 50)
+    fitting = [tokenizer(template.render({"text": long[:n]}))["input_ids"] for n in range(len(long))]
+    assert ids in fitting  # the prompt of a shortened text, tokenised as one
+    assert 47 <= len(ids) <= 50
+
+
+def test_too_long_is_an_error_on_request_and_when_the_template_alone_does_not_fit():
+    tokenizer = byte_bpe_tokenizer()
+    with pytest.raises(TextTooLongError, match=r"row 1 .* max_length is 12"):
+        encode(["a", "good " * 50], "{text}:", tokenizer, max_length=12, truncation="error")
+    with pytest.raises(TextTooLongError, match="template alone"):
+        encode(["good " * 50], "A very long instruction before the text. {text}:", tokenizer, max_length=5)
+
+
+def test_one_bos_and_no_more():
+    tokenizer = byte_bpe_tokenizer(add_bos=True)
+    bos = tokenizer.bos_token_id
+    (plain,) = encode(["a good film"], "{text}", tokenizer)
+    (chat,) = encode([tokenizer.bos_token + "a good film"], "{text}", tokenizer)
+    assert plain == chat
+    assert plain.count(bos) == 1
+
+
+def test_tokenizers_own_limit_counts():
+    tokenizer = byte_bpe_tokenizer()
+    tokenizer.model_max_length = 16
+    assert len(encode(["good " * 50], "{text} Score:", tokenizer)[0]) <= 16
+
+
+def test_empty_prompt_is_an_error():
+    with pytest.raises(TemplateError, match="row 0"):
+        encode([""], "{text}", byte_bpe_tokenizer())
+
+
+def test_padding_needs_no_pad_token():
+    ids, mask = pad_batch([[5, 6, 7], [8]], None)
+    assert mask == [[1, 1, 1], [1, 0, 0]]
+    assert [row[: sum(m)] for row, m in zip(ids, mask, strict=True)] == [[5, 6, 7], [8]]
