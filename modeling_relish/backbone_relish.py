@@ -164,7 +164,7 @@ def _model_kwargs(config: PreTrainedConfig) -> dict[str, Any]:
 
 def cache_root() -> Path:
     """Return the folder of everything the library keeps on this machine: `RELISH_HOME`, or one in the user's cache."""
-    return Path(os.environ.get("RELISH_HOME") or Path.home() / ".cache" / "modeling_relish")
+    return Path(os.environ.get("RELISH_HOME") or "~/.cache/modeling_relish").expanduser().absolute()
 
 
 def resolve_backbone(name_or_path: str) -> str:

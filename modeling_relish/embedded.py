@@ -34,6 +34,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .backbone_relish import cache_root
 from .embedded_packages import PACKAGES, Archive, Package
 
 logger = logging.getLogger(__name__)
@@ -59,12 +60,6 @@ class EmbeddedError(RuntimeError):
 
 
 # ---------------------------------------------------------------------- what the user calls
-
-
-def cache_root() -> Path:
-    """Return the folder that everything lands in: `RELISH_HOME`, or `~/.cache/modeling_relish`."""
-    home = os.environ.get("RELISH_HOME")
-    return Path(home).expanduser().absolute() if home else Path.home() / ".cache" / "modeling_relish"
 
 
 def fetch_backbone(name: str) -> Path:

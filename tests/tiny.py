@@ -112,8 +112,7 @@ def _words(limit: int, lower: bool = False) -> list[str]:
 @lru_cache
 def _unigram() -> str:
     numbers = ["10", "▁10", "25", "100", "▁100", "▁5", "▁3"]
-    endings = ["er", "ed", "ing", "th", "in", "or", "st", "ly", "es"]
-    letters = ["▁", "\n", *string.printable[:94]]
+    letters, endings = ["▁", "\n", *string.printable[:94]], ["er", "ed", "ing", "th", "in", "or", "st", "ly", "es"]
     specials = ["<s>", "<pad>", "</s>", "<unk>"]
     words = _words(VOCAB_SIZE - len(specials) - len(numbers) - len(letters) - len(endings))
     pieces = dict.fromkeys(specials, 0.0) | dict.fromkeys(numbers, -5.0) | dict.fromkeys(endings, -6.5)
@@ -170,9 +169,8 @@ _SIZES |= {"num_attention_heads": 4, "max_position_embeddings": MAX_POSITIONS, "
 _BERT = _SIZES | {"intermediate_size": 64}
 _GROUPED = _BERT | {"num_key_value_heads": 2, "head_dim": 8}
 _IDS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
-_DROPOUTS = (
-    "attention_dropout resid_pdrop embd_pdrop attn_pdrop hidden_dropout_prob attention_probs_dropout_prob".split()
-)
+_DROPOUTS = ["attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"]
+_DROPOUTS += ["hidden_dropout_prob", "attention_probs_dropout_prob"]
 
 
 def _set_dropout(config: PreTrainedConfig, value: float) -> PreTrainedConfig:
