@@ -14,7 +14,7 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import combinations, islice
 from numbers import Number
@@ -37,7 +37,7 @@ CHUNK_ROWS = 10_000
 GUESS_ROWS = 1000
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 ID_LIKE = re.compile(
-    r"(.*[_\-. ])?(id|idx|index|uid|uuid|guid)|.*[a-z](?-i:Id|ID)|unnamed: ?\d+|__index_level_\d+__", re.I
+    r"(.*[_\-. ])?(id|idx|index|uid|uuid|guid)|(?-i:.*[a-z]I[dD])|unnamed: ?\d+|__index_level_\d+__", re.I
 )
 NO_TEXT = re.compile(r"\s*([-+]?[\d.,]*\d[\d.,]*(e[-+]?\d+)?%?|[-+]?inf(inity)?|nan|na|n/a|null|none|-)?\s*", re.I)
 
@@ -51,6 +51,7 @@ class TableError(ValueError):
 
 
 def row_error(problem: str, where: str, row: int, column: str | None = None) -> TableError:
+    """Return the error of one row (from 1); `where` is its file or data set."""
     return TableError(f"{where}, row {row}{'' if column is None else f', column {column!r}'}: {problem}")
 
 
@@ -94,14 +95,9 @@ def _read(table: Table) -> Iterator[tuple[int, Row | str]]:
     """Yield the line where a row starts (0 = not a text file), and the row or what is wrong with it."""
     if isinstance(table, datasets.Dataset):
         return ((0, row) for row in table.with_format(None))
-    ending = table.suffix.lower()
-    return (
-        _read_csv(table)
-        if ending in DELIMITERS
-        else _read_parquet(table)
-        if ending == ".parquet"
-        else _read_jsonl(table)
-    )
+    if table.suffix.lower() == ".parquet":
+        return _read_parquet(table)
+    return _read_csv(table) if table.suffix.lower() in DELIMITERS else _read_jsonl(table)
 
 
 def _open_text(path: Path, newline: str) -> Any:
@@ -111,7 +107,8 @@ def _open_text(path: Path, newline: str) -> Any:
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Row | str]]:
     csv.field_size_limit(2**31 - 1)  # for the process; the default of 131,072 characters is less than a long document
-    delimiter, header, line = DELIMITERS[path.suffix.lower()], [], 1
+    header: list[str] = []
+    delimiter, line = DELIMITERS[path.suffix.lower()], 1
     with _open_text(path, newline="") as file:
         # strict: an open quote would otherwise swallow the rest of the file in silence.
         reader = csv.reader(file, delimiter=delimiter, strict=True)
@@ -152,11 +149,10 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Row | str]]:
         with pq.ParquetFile(path) as file:
             names = _check_header(file.schema_arrow.names, path)
             for batch in file.iter_batches(batch_size=1024):
-                columns = dict(zip(names, batch.columns, strict=True))
                 for i in range(batch.num_rows):
                     row: Row = {}
                     try:
-                        for name, column in columns.items():
+                        for name, column in zip(names, batch.columns, strict=True):
                             row[name] = column[i].as_py()
                     except UnicodeDecodeError:  # nobody checked the bytes when the file was written
                         todo = "Write the file again as UTF-8; it may be latin-1."
@@ -218,7 +214,7 @@ def _by_split(found: list[tuple[str, Any]], where: str) -> dict[str, Table]:
 def open_table(source: Source, split: str | None, fallback: str | None = None) -> Table:
     """Return the one table that is meant; of several, without `split`, the one called `fallback`."""
     tables = tables_of(source)
-    wanted = split or (fallback or "" if len(tables) > 1 else next(iter(tables)))
+    wanted = split or (next(iter(tables)) if len(tables) == 1 else fallback or "")
     wanted = SPLITS.get(wanted.lower(), wanted)
     if wanted not in tables:
         where = source if isinstance(source, (str, os.PathLike)) else "the data"
@@ -253,14 +249,13 @@ class RowWriter:
         self._columns: list[str] = []
         self._rows: list[Row] = []  # parquet's, not written yet
         self._count = 0
+        self._stack = ExitStack()
         self._writer: Any = None
 
     def __enter__(self) -> RowWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        binary = self._ending == ".parquet"
-        self._file: Any = (
-            self._temporary.open("wb") if binary else self._temporary.open("w", encoding="utf-8", newline="")
-        )
+        text = {} if self._ending == ".parquet" else {"encoding": "utf-8", "newline": ""}
+        self._file: Any = self._stack.enter_context(self._temporary.open("w" if text else "wb", **text))
         return self
 
     def write(self, row: Row) -> None:
@@ -298,7 +293,7 @@ class RowWriter:
         """Write the parquet rows that wait."""
         arrays = {c: self._array(c, [row[c] for row in self._rows]) for c in self._columns}
         if self._writer is None:
-            self._writer = pq.ParquetWriter(self._file, pa.table(arrays).schema)
+            self._writer = self._stack.enter_context(pq.ParquetWriter(self._file, pa.table(arrays).schema))
         self._writer.write_table(pa.table(arrays))
         self._rows = []
 
@@ -316,23 +311,22 @@ class RowWriter:
             stop = bisect_left(range(len(values)), True, key=lambda n: fails(n) is not None)
             row = self._count - len(values) + stop
             todo = "Write .jsonl, which holds any value."
-            raise row_error(f"found {show(values[stop - 1])}, another type ({error}). {todo}", str(self.path), row, column)
+            raise row_error(
+                f"found {show(values[stop - 1])}, another type ({error}). {todo}", str(self.path), row, column
+            )
         array = pa.array(values, type=kind)
         return array.cast(pa.string()) if pa.types.is_null(array.type) else array  # nothing known yet: text
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
-            if kind is None and not self._count:
-                raise TableError(f"{self.path}: there is no row to write.")
-            if self._rows and kind is None:
-                self._flush()
-            if self._ending == ".parquet" and self._writer is not None:
-                self._writer.close()
-            self._file.close()
+            with self._stack:  # closes the file
+                if kind is None and not self._count:
+                    raise TableError(f"{self.path}: there is no row to write.")
+                if kind is None and self._rows:
+                    self._flush()
             if kind is None:
                 self._temporary.replace(self.path)
         finally:
-            self._file.close()
             self._temporary.unlink(missing_ok=True)
 
 
@@ -440,7 +434,7 @@ def _check_present(columns: Sequence[str], where: str, number: int, row: Row) ->
             names = {name.strip().casefold(): name for name in row}
             close = difflib.get_close_matches(column.strip().casefold(), names, n=1)
             hint = f" Did you mean {names[close[0]]!r}?" if close else ""
-            if len(row) == 1 and re.search("[;,|\t]", *row):
+            if len(row) == 1 and re.search("[;,|\t]", next(iter(row))):
                 hint += " The cells seem not to be separated: .csv needs commas, .tsv needs tabs."
             raise row_error(f"no column {column!r}; the columns are {list(row)}.{hint}", where, number)
 
@@ -501,6 +495,7 @@ def load_splits(
     Raises:
         TableError: as [`load_split`]; without a train split; for a split that would be empty or a bad fraction.
     """
+    order = ("train", "validation", "test")
     tables = tables_of(source)
     tables = {"train": tables[""]} if "" in tables else tables
     if "train" not in tables:
@@ -508,19 +503,22 @@ def load_splits(
     for name, own in (("validation", validation), ("test", test)):
         if own is not None:
             tables[name] = open_table(own, None, fallback=name)
-    splits = {name: load_split(tables[name], columns, name=name) for name in SPLITS.values() if name in tables}
+    splits = {name: load_split(tables[name], columns, name=name) for name in order if name in tables}
     texts = {name: list(zip(*(data[c] for c in columns.text), strict=True)) for name, data in splits.items()}
     for a, b in combinations(texts, 2):
         if shared := len(set(texts[a]) & set(texts[b])):
             logger.warning(f"{shared} text(s) of the {b} data are in the {a} data too: its figures will flatter.")
-    wanted = {"validation": validation_fraction, **({"test": test_fraction} if test_fraction != 0 else {})}
-    dealt = _deal(texts["train"], {name: share for name, share in wanted.items() if name not in splits}, seed)
-    splits |= {name: splits["train"].select(rows) for name, rows in dealt.items()}
-    return datasets.DatasetDict({name: splits[name] for name in ("train", "validation", "test") if name in splits})
+    fractions = {"validation": validation_fraction, **({"test": test_fraction} if test_fraction != 0 else {})}
+    if missing := {name: fraction for name, fraction in fractions.items() if name not in splits}:
+        parts = _deal(texts["train"], missing, seed)
+        splits |= {name: splits["train"].select(rows) for name, rows in parts.items()}
+    return datasets.DatasetDict({name: splits[name] for name in order if name in splits})
 
 
 def _deal(texts: list[tuple[str, ...]], fractions: dict[str, float], seed: int) -> dict[str, list[int]]:
     """Return row numbers (from 0, in table order) for train and every split of `fractions`, equal texts together."""
+    if not all(0 < fraction < 1 for fraction in fractions.values()):
+        raise TableError(f"a fraction to split off is between 0 and 1, got {fractions}.")
     groups: dict[tuple[str, ...], list[int]] = {}
     for row, text in enumerate(texts):
         groups.setdefault(text, []).append(row)
@@ -531,10 +529,10 @@ def _deal(texts: list[tuple[str, ...]], fractions: dict[str, float], seed: int) 
         # A group joins a split that it brings closer to its size, so a text with a thousand rows stays in train.
         fits = (n for n, f in fractions.items() if len(parts[n]) + len(group) / 2 <= round(f * len(texts)))
         parts[next(fits, "train")] += group
-    if not all(parts.values()) or not all(0 < f < 1 for f in fractions.values()):
+    if not all(parts.values()):
         sizes = {name: len(rows) for name, rows in parts.items()}
         found = (
             f"{len(texts)} rows ({len(groups)} different texts) with the fractions {fractions} give the sizes {sizes}"
         )
-        raise TableError(f"cannot split the training rows: {found}. Add rows or change the fractions, each in (0, 1).")
+        raise TableError(f"cannot split the training rows: {found}. Add rows or change the fractions.")
     return {name: sorted(rows) for name, rows in parts.items()}
