@@ -165,16 +165,19 @@ def predict(
     truncation: Annotated[str | None, typer.Option(help="longest_first or error, for too long texts.")] = None,
 ) -> None:
     """Score a table's rows and write it with a prediction column, in input order."""
-    from .data import RowWriter, read_rows
+    from .data import RowWriter, check_text, read_rows
+    from .text_relish import PromptTemplate
 
     scorer = load_model(model)
+    fields = PromptTemplate(scorer.config.prompt_template).fields
     names = target_columns(scorer.config, column)
     rows = read_rows(data)
     done = 0
     with RowWriter(output) as writer:
         for chunk in chunks(rows, CHUNK_ROWS):
-            check_rows(chunk, scorer.config.prompt_template, names, data, done)
-            scores = scorer.predict(chunk, batch_size=batch_size, truncation=truncation, show_progress_bar=False)
+            check_columns(chunk, fields, names, data, done)
+            texts = [{f: check_text(row[f], where=data, column=f, row=done + i) for f in fields} for i, row in enumerate(chunk, 1)]
+            scores = scorer.predict(texts, batch_size=batch_size, truncation=truncation, show_progress_bar=False)
             for row, score in zip(chunk, scores.reshape(len(chunk), -1), strict=True):
                 writer.write({**row, **{name: float(f"{value:.7g}") for name, value in zip(names, score, strict=True)}})
             done += len(chunk)
@@ -253,16 +256,18 @@ def target_columns(config: Any, column: str) -> list[str]:
     return [column] if config.num_labels == 1 else [f"{column}_{config.id2label[i]}" for i in range(config.num_labels)]
 
 
-def check_rows(rows: list[dict[str, Any]], template: str, names: list[str], source: str, done: int) -> None:
-    """Refuse a table whose columns do not fit, before anything of it is scored."""
+def check_columns(
+    rows: list[dict[str, Any]], fields: tuple[str, ...], names: list[str], source: str, done: int
+) -> None:
+    """Refuse rows without the template's columns, or with a column that the prediction would overwrite."""
     from .data import TableError
-    from .text_relish import PromptTemplate
 
-    fields = PromptTemplate(template).fields
     for number, row in enumerate(rows, start=done + 1):
         if missing := [f for f in fields if f not in row]:
-            raise TableError(f"{source}, row {number}: no column {missing}; the model's template needs {list(fields)}, "
-                             f"the table has {list(row)}.")  # fmt: skip
+            raise TableError(
+                f"{source}, row {number}: there is no column {missing}; the model's template needs {list(fields)}, the table has "
+                f"{list(row)}."
+            )
         if taken := [n for n in names if n in row]:
             raise TableError(f"{source} has a column {taken} already; choose another name with --column.")
 

@@ -21,9 +21,12 @@ class RelishCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return `input_ids` (B, T) or `hidden_states` (B, T, D), `attention_mask` (B, T), and what else the rows hold."""
-        if "hidden_states" in rows[0]:
-            batch = _pad_states([torch.as_tensor(row["hidden_states"]) for row in rows])
+        """Return `input_ids` (B, T), or `hidden_states` or `inputs_embeds` (B, T, D), the mask (B, T), labels and weights."""
+        for name in ("hidden_states", "inputs_embeds"):
+            if name in rows[0]:
+                padded, tokens = _pad_states([torch.as_tensor(row[name]) for row in rows])
+                batch = {name: padded, "attention_mask": tokens}
+                break
         else:
             ids, mask = pad_batch([row["input_ids"] for row in rows], self.pad_token_id)
             batch = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
@@ -33,11 +36,11 @@ class RelishCollator:
         return batch
 
 
-def _pad_states(states: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _pad_states(states: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     longest = max(len(s) for s in states)
     padded = states[0].new_zeros(len(states), longest, states[0].shape[-1])
     mask = torch.zeros(len(states), longest, dtype=torch.long)
     for i, s in enumerate(states):
         padded[i, : len(s)] = s
         mask[i, : len(s)] = 1
-    return {"hidden_states": padded, "attention_mask": mask}
+    return padded, mask

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
@@ -70,6 +72,7 @@ class FeatureCache:
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
         self.folder = Path(root or cache_root() / "features") / digest
         self.folder.mkdir(parents=True, exist_ok=True)
+        _remove_left_over(self.folder)
         if not (self.folder / "manifest.json").exists():
             _write_json(self.folder / "manifest.json", manifest)
         self._where: dict[bytes, tuple[np.ndarray, int, int]] = {}
@@ -82,6 +85,8 @@ class FeatureCache:
             "backbone": config.backbone_name_or_path,
             "revision": config.backbone_revision,
             "weights": weights_digest(backbone),
+            # The backbone's own, not the model's copy, in which Trainer and TRL may set a pad token.
+            "config": json.loads(backbone.config.to_json_string(use_diff=False)) | {"_name_or_path": ""},
             "layer": config.backbone_layer,
             "compute_dtype": str(backbone.dtype),
             "storage_dtype": str(self.dtype),
@@ -107,94 +112,112 @@ class FeatureCache:
             FeatureCacheError: if the disk is full; whole shards stay.
             NonFiniteStatesError: if a state is not finite in the storage dtype; nothing infinite is ever stored.
         """
-        distinct = {text_key(t): list(t) for t in ids}
-        new = sorted((len(t), key, t) for key, t in distinct.items() if key not in self._where)
-        if not new:
+        request, shards = self._plan(ids)
+        if not shards:
             return
-        request = self.folder / hashlib.sha256(b"".join(key for _, key, _ in new)).hexdigest()[:16]
         request.mkdir(exist_ok=True)
-        shards = _split(new, self.shard_tokens)
-        total = sum(n for n, _, _ in new)
+        total = sum(n for rows in shards for n, _, _ in rows)
         with logging.tqdm(
             total=total, desc="features", unit="token", unit_scale=True, disable=not show_progress
         ) as bar:
             for number, rows in enumerate(shards):
                 path = request / f"{number:05d}.safetensors"
                 if number % world == rank and not _is_whole(path):
-                    self._write_shard(path, rows)
-                bar.update(sum(n for n, _, _ in rows))
+                    self._write_shard(path, rows, bar)
+                else:
+                    bar.update(sum(n for n, _, _ in rows))
         if world == 1:
             self._finish(request, len(shards))
 
     def refresh(self, ids: Sequence[Sequence[int]], *, is_main: bool = True) -> None:
-        """After all processes have written their shards: complete the request (main process) or read it (others)."""
-        missing = sorted((len(t), key) for key, t in {text_key(t): t for t in ids}.items() if key not in self._where)
+        """After all processes have written their shards: complete the request (main process) or read it (others).
+
+        Raises:
+            FeatureCacheError: if a shard is missing, for then a process has failed.
+        """
+        request, shards = self._plan(ids)
+        missing = [n for n in range(len(shards)) if not (request / f"{n:05d}.json").exists()]
         if missing:
-            request = self.folder / hashlib.sha256(b"".join(key for _, key in missing)).hexdigest()[:16]
-            if is_main:
-                self._finish(request, len(list(request.glob("*.safetensors"))))
-            else:
-                self._open_request(request)
+            raise FeatureCacheError(
+                f"{request} lacks {len(missing)} of {len(shards)} shards, the first is {missing[0]}: the process that writes "
+                "them has failed. Start again; whole shards stay."
+            )
+        if shards and is_main:
+            self._finish(request, len(shards))
+        elif shards:
+            self._open_request(request)
+
+    def _plan(self, ids: Sequence[Sequence[int]]) -> tuple[Path, list[list[tuple[int, bytes, list[int]]]]]:
+        """Return the folder and the shards of what is not there yet, the same for every process that asks."""
+        distinct = {text_key(t): list(t) for t in ids}
+        new = sorted((len(t), key, t) for key, t in distinct.items() if key not in self._where)
+        digest = hashlib.sha256(f"{self.batch_tokens} {self.shard_tokens} ".encode())  # they decide what stands where
+        digest.update(b"".join(key for _, key, _ in new))
+        return self.folder / digest.hexdigest()[:16], _split(new, self.shard_tokens) if new else []
 
     def _finish(self, request: Path, num_shards: int) -> None:
-        _write_json(request / "done.json", {"shards": num_shards})
+        try:
+            _write_json(request / "done.json", {"shards": num_shards})
+        except OSError as error:
+            raise self._unwritable(request, error) from error
         self._open_request(request)
 
     @torch.no_grad()
-    def _write_shard(self, path: Path, rows: list[tuple[int, bytes, list[int]]]) -> None:
+    def _write_shard(self, path: Path, rows: list[tuple[int, bytes, list[int]]], bar: Any) -> None:
         D = self.model.config.hidden_size
         offsets = np.concatenate([[0], np.cumsum([n for n, _, _ in rows])])
         states = torch.empty((int(offsets[-1]), D), dtype=self.dtype)
         row = 0
         for batch in _batches(rows, self.batch_tokens):
-            hidden, mask = self._run([t for _, _, t in batch])
+            hidden = self._run([t for _, _, t in batch])
             for i, (n, _, _) in enumerate(batch):
                 states[offsets[row] : offsets[row + 1]] = hidden[i, :n]
                 row += 1
-            del mask
+            bar.update(sum(n for n, _, _ in batch))
         keys = np.frombuffer(b"".join(key for _, key, _ in rows), dtype=np.uint8).reshape(len(rows), -1)
         tensors = {"states": states, "offsets": torch.from_numpy(offsets), "keys": torch.from_numpy(keys.copy())}
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary = _temporary(path)
         try:
             save_file(tensors, temporary)
             checksum = _checksum(temporary)
-            os.replace(temporary, path)
+            temporary.replace(path)
             _write_json(path.with_suffix(".json"), {"checksum": checksum, "size": path.stat().st_size})
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk with an exception of its own
+            raise self._unwritable(path, error) from error
+        finally:
             temporary.unlink(missing_ok=True)
-            free = shutil.disk_usage(path.parent).free
-            raise FeatureCacheError(
-                f"the feature cache could not write {path} ({error}; {free / 1e6:.0f} MB free). Whole shards stay; free some "
-                "space or choose another folder (features_dir, RELISH_HOME) and start again."
-            ) from error
-        except Exception as error:  # safetensors reports a full disk with an exception of its own
-            temporary.unlink(missing_ok=True)
-            if "No space left" not in str(error):
-                raise
-            raise FeatureCacheError(f"the disk of the feature cache {path.parent} is full ({error}).") from error
 
-    def _run(self, texts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _unwritable(self, path: Path, error: Exception) -> FeatureCacheError:
+        free = shutil.disk_usage(self.folder).free
+        return FeatureCacheError(
+            f"the feature cache could not write {path} ({error}; {free / 1e6:.0f} MB free). Whole shards stay; free some "
+            "space or choose another folder (features_dir, RELISH_HOME) and start again."
+        )
+
+    def _run(self, texts: list[list[int]]) -> torch.Tensor:
         ids, mask = pad_batch(texts, self.model.config.pad_token_id)
         device = self.model.device
         mask_tensor = torch.tensor(mask, device=device)
         states, _ = self.model.token_states(torch.tensor(ids, device=device), mask_tensor)
         stored = states.to(self.dtype)
-        check_finite(stored, mask_tensor, "in the feature cache")
-        return stored.cpu(), mask_tensor
+        layer = self.model.config.backbone_layer
+        where = "last layer" if layer is None else f"layer {layer}"
+        check_finite(stored, mask_tensor, f"{where}, in the feature cache")
+        return stored.cpu()
 
     # ------------------------------------------------------------------ read
 
     def _open_request(self, request: Path) -> None:
         """Map a finished request's shards; one that is damaged is dropped, and computed anew when it is asked for."""
         shards = sorted(request.glob("*.safetensors"))
-        expected = json.loads((request / "done.json").read_text())["shards"] if (request / "done.json").exists() else -1
+        expected = _read_json(request / "done.json").get("shards")
         damaged = [s for s in shards if not _is_whole(s)]
-        if damaged or (expected >= 0 and len(shards) != expected):
+        if damaged or len(shards) != expected:
             logger.warning(
                 f"feature cache {request}: {len(damaged) or 'some'} shard(s) damaged or missing; computed anew."
             )
             for shard in damaged:
-                shard.unlink()
+                shard.unlink(missing_ok=True)
             (request / "done.json").unlink(missing_ok=True)
             return
         for shard in shards:
@@ -226,6 +249,7 @@ class FeatureDataset(torch.utils.data.Dataset):
     def __init__(self, cache: FeatureCache, ids: Sequence[Sequence[int]], columns: dict[str, Any]) -> None:
         self.cache = cache
         self.keys = [text_key(t) for t in ids]
+        self.lengths = [len(t) for t in ids]
         self.columns = columns
 
     def __len__(self) -> int:
@@ -284,14 +308,43 @@ def _checksum(path: Path) -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    note = path.with_suffix(".json")
-    if not path.exists() or not note.exists():
-        return False
-    expected = json.loads(note.read_text())
-    return path.stat().st_size == expected["size"] and _checksum(path) == expected["checksum"]
+    note = _read_json(path.with_suffix(".json"))
+    return path.exists() and path.stat().st_size == note.get("size") and _checksum(path) == note.get("checksum")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a note; none where it is missing or damaged."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(values, indent=1, sort_keys=True))
-    os.replace(temporary, path)
+    temporary = _temporary(path)
+    try:
+        temporary.write_text(json.dumps(values, indent=1, sort_keys=True))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    """Name a file's temporary after its writer, so that it is known whether that one still runs."""
+    return path.with_suffix(f".{platform.node()}.{os.getpid()}.tmp")
+
+
+def _remove_left_over(folder: Path) -> None:
+    """Remove what processes of this machine left half written when they were killed."""
+    for file in folder.rglob(f"*.{platform.node()}.*.tmp"):
+        if not _runs(int(file.name.split(".")[-2])):
+            file.unlink(missing_ok=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        if os.name == "posix":  # elsewhere signal 0 is no question
+            os.kill(pid, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True

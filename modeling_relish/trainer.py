@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
 from .configuration_relish import OBJECTIVES, RelishConfigError
@@ -24,7 +26,7 @@ logger = logging.get_logger(__name__)
 LABEL_NAMES = ("labels", "label", "score")
 
 
-class TokenDataset(torch.utils.data.Dataset):
+class TokenDataset(Dataset):
     """Rows of token ids with their labels: `input_ids` (T,), `labels` (K,), `sample_weight`."""
 
     def __init__(self, ids: Sequence[Sequence[int]], columns: dict[str, Any]) -> None:
@@ -59,6 +61,8 @@ class RelishTrainer(Trainer):
         TableError: for a missing column, a label that is not a number, or a bad weight, with column and row.
     """
 
+    args: RelishTrainingArguments
+
     def __init__(
         self,
         model: PreTrainedModel | torch.nn.Module | None = None,
@@ -72,7 +76,10 @@ class RelishTrainer(Trainer):
     ) -> None:
         if args is None:
             args = RelishTrainingArguments(output_dir="tmp_trainer")
+        if not isinstance(args, RelishTrainingArguments):
+            raise ValueError(f"RelishTrainer takes RelishTrainingArguments, got {type(args).__name__}.")
         self.relish = _relish_model(model)
+        self._own_collator = data_collator is None or isinstance(data_collator, RelishCollator)
         self._weight_scale = 1.0
         self._prepared: dict[int, tuple[Any, Any]] = {}  # id -> (the data set itself, kept alive; what it became)
         _apply_settings(self.relish, args, adapted=model is not self.relish)
@@ -90,7 +97,7 @@ class RelishTrainer(Trainer):
             compute_metrics=compute_metrics or make_compute_metrics(config.label_range),
             **kwargs,
         )
-        self.train_dataset = self._prepare(train_dataset, "train")
+        self.train_dataset = self._prepare(train_dataset, "train", is_train=True)
         if isinstance(eval_dataset, dict):
             self.eval_dataset = {name: self._prepare(split, name) for name, split in eval_dataset.items()}
         else:
@@ -100,14 +107,37 @@ class RelishTrainer(Trainer):
         # The one door through which every data set comes, those given to evaluate() and predict() too.
         return super()._get_dataloader(self._prepare(dataset, description), description, *args, **kwargs)
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if isinstance(dataset, FeatureDataset) and self.args.train_sampling_strategy == "group_by_length":
+            size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            return LengthGroupedSampler(size, lengths=dataset.lengths)
+        return super()._get_train_sampler(dataset)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        # Trainer would group these by length too, and predict() would not answer in the order of the rows.
+        if self.args.train_sampling_strategy == "group_by_length" and not isinstance(eval_dataset, IterableDataset):
+            return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
+        return super()._get_eval_sampler(eval_dataset)
+
     # ------------------------------------------------------------------ labels
 
     def _measure_labels(self, dataset: Any) -> None:
         """Write the training labels' mean, deviation and range to the config, where it has none."""
+        if isinstance(dataset, IterableDataset):
+            if self.relish.config.label_mean is None and self.args.standardize_labels:
+                raise TableError(
+                    "the labels of streamed rows cannot be measured: give the config label_mean and label_std, or train on raw "
+                    "labels with standardize_labels=False."
+                )
+            return
+        if not len(dataset):
+            raise TableError("the train data has no row.")
         columns = self._label_columns(dataset, "train", required=False)
-        weights = _column(dataset, self._weight_column(dataset))
+        weight_column = self._weight_column(dataset, "train", required=True)
+        weights = _column(dataset, weight_column)
         if weights is not None:
-            mean = float(np.mean(_checked(weights, self._weight_column(dataset), "train", minimum=0.0)))
+            mean = float(np.mean(_checked(weights, weight_column, "train", minimum=0.0)))
             if mean <= 0:
                 raise TableError("the weights of the train data are all zero: no row would count.")
             self._weight_scale = 1.0 / mean
@@ -159,23 +189,31 @@ class RelishTrainer(Trainer):
             [[check_label(v, where=f"{name} data", column=where, row=i + 1) for v in r] for i, r in enumerate(rows)]
         )
 
-    def _weight_column(self, dataset: Any) -> str | None:
-        if self.args.weight_column is not None:
-            return self.args.weight_column
-        return "sample_weight" if "sample_weight" in _column_names(dataset) else None
+    def _weight_column(self, dataset: Any, name: str, *, required: bool) -> str | None:
+        present, wanted = _column_names(dataset), self.args.weight_column
+        if required and wanted is not None and wanted not in present and "sample_weight" not in present:
+            raise TableError(f"the {name} data has no weight column {wanted!r}; its columns are {present}.")
+        return next((c for c in (wanted, "sample_weight") if c in present), None)
 
     # ------------------------------------------------------------------ data sets
 
-    def _prepare(self, dataset: Any, name: str) -> Any:
+    def _prepare(self, dataset: Any, name: str, *, is_train: bool = False) -> Any:
         """Turn rows of text or tokens into rows of states (frozen backbone, cached) or tokens; others pass as they are."""
-        if dataset is None or isinstance(dataset, (TokenDataset, FeatureDataset, torch.utils.data.IterableDataset)):
+        if dataset is None or isinstance(dataset, (TokenDataset, FeatureDataset)):
             return dataset
         if id(dataset) in self._prepared:
             return self._prepared[id(dataset)][1]
-        if "hidden_states" in _column_names(dataset) or "inputs_embeds" in _column_names(dataset):
+        if isinstance(dataset, IterableDataset):
+            present = getattr(dataset, "column_names", None)
+            if present and not {"input_ids", "inputs_embeds", "hidden_states"} & set(present):
+                raise TableError(
+                    f"streamed {name} data needs token columns (input_ids, labels); its columns are {present}."
+                )
+            return dataset
+        if {"hidden_states", "inputs_embeds"} & set(_column_names(dataset)):
             return dataset
         ids = self._token_ids(dataset, name)
-        columns = self._columns(dataset, name)
+        columns = self._columns(dataset, name, is_train)
         prepared: Any = (
             FeatureDataset(self._cached(ids), ids, columns) if self._caches() else TokenDataset(ids, columns)
         )
@@ -186,11 +224,15 @@ class RelishTrainer(Trainer):
         present = _column_names(dataset)
         config = self.relish.config
         if "input_ids" in present:
-            ids = _column(dataset, "input_ids")
-            masks = (
-                _column(dataset, "attention_mask") if "attention_mask" in present else [[1] * len(row) for row in ids]
-            )
-            return [[int(t) for t, m in zip(row, mask, strict=True) if m] for row, mask in zip(ids, masks, strict=True)]
+            ids = _column(dataset, "input_ids") or []
+            masks = _column(dataset, "attention_mask" if "attention_mask" in present else None)
+            masks = masks or [[1] * len(row) for row in ids]
+            kept = [[int(t) for t, m in zip(row, mask, strict=True) if m] for row, mask in zip(ids, masks, strict=True)]
+            if [] in kept:
+                raise TableError(
+                    f"{name} data, row {kept.index([]) + 1}: it has no token, or its attention_mask is all zero."
+                )
+            return kept
         template = PromptTemplate(config.prompt_template)
         if missing := [f for f in template.fields if f not in present]:
             raise TableError(
@@ -202,12 +244,12 @@ class RelishTrainer(Trainer):
         rows = ({f: row[f] for f in template.fields} for row in dataset)
         return list(encode_rows(rows, template, self.processing_class, config.max_length, config.truncation))
 
-    def _columns(self, dataset: Any, name: str) -> dict[str, np.ndarray]:
+    def _columns(self, dataset: Any, name: str, is_train: bool) -> dict[str, np.ndarray]:
         columns: dict[str, np.ndarray] = {}
-        label_columns = self._label_columns(dataset, name, required=name == "train")
+        label_columns = self._label_columns(dataset, name, required=is_train)
         if label_columns:
             columns["labels"] = self._labels(dataset, label_columns, name).astype(np.float32)
-        weight_column = self._weight_column(dataset)
+        weight_column = self._weight_column(dataset, name, required=is_train)
         weights = _column(dataset, weight_column)
         if weights is not None:
             checked = _checked(weights, weight_column, name, minimum=0.0)
@@ -219,6 +261,11 @@ class RelishTrainer(Trainer):
         possible = self.relish.backbone_is_frozen
         if wanted and not possible:
             raise ValueError("cache_features=True needs a frozen backbone: one that is trained changes its states.")
+        if wanted is None and possible and not self._own_collator:
+            logger.warning_once(
+                "the data_collator given pads tokens, so no features are cached: the backbone runs every epoch."
+            )
+            return False
         return possible if wanted is None else wanted
 
     def _cached(self, ids: list[list[int]]) -> FeatureCache:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import torch
 from transformers import TrainingArguments
+
+ERROR_METRIC = re.compile(r"(^|_)(nrmse|rmse|mae)(_\d+)?$")
 
 
 @dataclass
@@ -42,3 +45,11 @@ class RelishTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Folder of the feature cache; None = the user's cache."}
     )
     features_dtype: str = field(default="bfloat16", metadata={"help": "bfloat16, float16 or float32 on disk."})
+
+    def __post_init__(self) -> None:
+        if isinstance(self.label_columns, str):
+            self.label_columns = [self.label_columns]
+        # Trainer takes every name that does not end in "loss" for one of which more is better.
+        if self.greater_is_better is None and ERROR_METRIC.search(self.metric_for_best_model or ""):
+            self.greater_is_better = False
+        super().__post_init__()
