@@ -25,7 +25,7 @@ from modeling_relish.cli import DEFAULT_BACKBONE, METRICS, compute_dtype, write_
 from modeling_relish.data import Columns, label_matrix, load_splits
 from modeling_relish.metrics import regression_metrics
 
-TEMPLATE = "Sentence 1: {text_a}\nSentence 2: {text_b}\nSimilarity from 0 to 5:"
+TEMPLATE = "Sentence 1: {text_a}\nSentence 2: {text_b}\nScore:"
 # row name -> (model settings, learning rate)
 ROWS = {
     "linear, mean, last layer": ({"head_type": "linear"}, 1e-3),
@@ -40,7 +40,12 @@ ROWS = {
 def run(splits, settings, learning_rate, epochs, seed, backbone, template, label_range):
     set_seed(seed)
     model = RelishForSequenceRegression.from_backbone(
-        backbone, prompt_template=template, label_min=label_range[0], label_max=label_range[1], dtype=compute_dtype(), **settings
+        backbone,
+        prompt_template=template,
+        label_min=label_range[0],
+        label_max=label_range[1],
+        dtype=compute_dtype(),
+        **settings,
     )
     tokenizer = AutoTokenizer.from_pretrained(resolve_backbone(backbone))
     with tempfile.TemporaryDirectory() as folder:

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import inspect
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,8 @@ def _find_layers(backbone: PreTrainedModel) -> tuple[str, str, str | None]:
     name = type(backbone).__name__
     for owner_name in _OWNERS:
         owner = getattr(backbone, owner_name, None) if owner_name else backbone
+        if owner is None:
+            continue
         for list_name in _LAYER_LISTS:
             layers = getattr(owner, list_name, None)
             if isinstance(layers, nn.ModuleList) and len(layers) == backbone.config.num_hidden_layers:
@@ -154,8 +157,8 @@ def _check_architecture(config: PreTrainedConfig) -> None:
 
 def _model_kwargs(config: PreTrainedConfig) -> dict[str, Any]:
     """Leave out BERT's pooler: its output is not read, and weights that get no gradient break distributed training."""
-    model_class = MODEL_MAPPING[type(config)]
-    has_pooler = "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
+    model_class: Any = MODEL_MAPPING[type(config)]
+    has_pooler = "add_pooling_layer" in inspect.signature(model_class).parameters
     return {"add_pooling_layer": False} if has_pooler else {}
 
 
@@ -239,7 +242,7 @@ def _from_pretrained(path: str, name: str, config: PreTrainedConfig, kwargs: dic
     return backbone
 
 
-def _at(kwargs: dict[str, Any]) -> str:
+def _at(kwargs: Mapping[Any, Any]) -> str:
     return f" at revision {kwargs['revision']!r}" if kwargs.get("revision") else ""
 
 
@@ -292,7 +295,9 @@ def backbone_fingerprint(backbone: nn.Module) -> str | None:
 
 def fingerprints_differ(one: str | None, other: str | None) -> bool:
     """Whether two digests are comparable and say that the weights are not the same."""
-    return bool(one and other) and one.split(":")[0] == other.split(":")[0] and one != other
+    if not one or not other:
+        return False
+    return one.split(":")[0] == other.split(":")[0] and one != other
 
 
 # ---------------------------------------------------------------------- run
@@ -312,7 +317,8 @@ def position_ids_from_mask(mask: torch.Tensor, backbone: nn.Module) -> torch.Ten
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
         return None
     embeddings = getattr(getattr(backbone, "embeddings", None), "position_embeddings", None)
-    offset = 0 if getattr(embeddings, "padding_idx", None) is None else embeddings.padding_idx + 1
+    padding_idx = getattr(embeddings, "padding_idx", None)
+    offset = 0 if padding_idx is None else padding_idx + 1
     positions = mask.long().cumsum(-1) - 1
     return positions.clamp(min=0) + offset
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -31,16 +31,17 @@ _BACKBONE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", 
                     "dtype", "max_memory", "offload_folder", "quantization_config")  # fmt: skip
 
 
-class CheckpointMixin:
-    """What [`RelishForSequenceRegression`] adds to `PreTrainedModel`'s loading and saving."""
+class RelishPreTrainedModel(PreTrainedModel):
+    """`PreTrainedModel` whose checkpoint may hold the head alone."""
 
+    config_class = RelishConfig
+    base_model_prefix = "backbone"
     # The weights' digest when they came from the base model; None means they must be saved with the head.
     _base_fingerprint: str | None = None
 
-    if TYPE_CHECKING:
-        config: RelishConfig
-        backbone: PreTrainedModel
-        score: torch.nn.Module
+    # Set by the subclass.
+    backbone: PreTrainedModel
+    score: torch.nn.Module
 
     @classmethod
     def from_backbone(
@@ -83,7 +84,7 @@ class CheckpointMixin:
             backbone_name_or_path=name, backbone_revision=revision, backbone_config=backbone_config, **kwargs
         )
         PromptTemplate(config.prompt_template)
-        return cls(config, backbone=loaded)._adopt_base(loaded)
+        return cls(config, loaded)._adopt_base(loaded)
 
     @classmethod
     def from_pretrained(
@@ -110,13 +111,13 @@ class CheckpointMixin:
         if not isinstance(config, RelishConfig):
             own = {k: kwargs.pop(k) for k in list(kwargs) if k in RelishConfig.__dataclass_fields__ and k != "dtype"}
             hub = {k: kwargs[k] for k in _HUB_KWARGS if k in kwargs}
-            config = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **hub, **own)
+            config = RelishConfig.from_pretrained(config or pretrained_model_name_or_path, **hub, **own)
         if config.backbone_in_checkpoint and backbone is None:
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         loading_info = kwargs.pop("output_loading_info", False)
         config.name_or_path = os.fspath(pretrained_model_name_or_path)
         base = _load_base(config, kwargs) if backbone is None else _share_base(backbone, config)
-        model = cls(config, backbone=base)._adopt_base(base)
+        model = cls(config, base)._adopt_base(base)
         model._load_head(pretrained_model_name_or_path, {k: kwargs[k] for k in _HUB_KWARGS if k in kwargs})
         model.eval()
         info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": ""}
@@ -135,7 +136,8 @@ class CheckpointMixin:
         if expected is None and self.config.backbone_name_or_path is not None:
             self.config.backbone_fingerprint = found
         self._base_fingerprint = found if self.config.backbone_name_or_path is not None else None
-        self.freeze_backbone()
+        self.backbone.requires_grad_(False)
+        self.backbone.eval()
         device = next((p.device for p in base.parameters() if not p.is_meta), torch.device("cpu"))
         self.score.to(device)
         if device_map := getattr(base, "hf_device_map", None):
@@ -145,6 +147,8 @@ class CheckpointMixin:
 
     def _load_head(self, name: str | os.PathLike, hub: dict[str, Any]) -> None:
         file = cached_file(os.fspath(name), SAFE_WEIGHTS_NAME, **hub)
+        if file is None:
+            raise BackboneError(f"the checkpoint {os.fspath(name)!r} has no {SAFE_WEIGHTS_NAME}.")
         state = {k.removeprefix("score."): v for k, v in load_file(file).items() if k.startswith("score.")}
         expected = self.score.state_dict()
         wrong = sorted(k for k in expected if k not in state or state[k].shape != expected[k].shape)
@@ -169,12 +173,13 @@ class CheckpointMixin:
             return type(result)(
                 [f"score.{k}" for k in result.missing_keys], [f"score.{k}" for k in result.unexpected_keys]
             )
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def save_pretrained(
         self,
         save_directory: str | os.PathLike,
-        *args: Any,
+        is_main_process: bool = True,
+        *,
         save_backbone: bool | None = None,
         state_dict: dict[str, torch.Tensor] | None = None,
         **kwargs: Any,
@@ -183,7 +188,7 @@ class CheckpointMixin:
 
         Args:
             save_directory: Folder; created if missing.
-            *args: For `PreTrainedModel.save_pretrained`.
+            is_main_process: As in `PreTrainedModel.save_pretrained`.
             save_backbone: `True` writes everything; `False` the head alone, and raises where that would lose trained
                 backbone weights; `None` decides by whether they were touched.
             state_dict: Weights to save instead of the model's own (Trainer under FSDP or DeepSpeed).
@@ -207,7 +212,7 @@ class CheckpointMixin:
             )
             state_dict = {k: v for k, v in state.items() if k.startswith("score.")}
         self.config.backbone_in_checkpoint = whole
-        super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)
+        super().save_pretrained(save_directory, is_main_process, state_dict=state_dict, **kwargs)
 
     def backbone_is_untouched(self) -> bool:
         """Whether the backbone's weights are still those of the base model that the config names."""

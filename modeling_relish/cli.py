@@ -51,7 +51,8 @@ def main() -> None:
         if os.environ.get("RELISH_DEBUG"):
             raise
         errors.print(f"[bold red]error:[/] {type(error).__name__}: ", end="")
-        errors.print(str(error), markup=False, highlight=False)
+        line = " ".join(part.strip() for part in str(error).splitlines())  # transformers' own messages have several
+        errors.print(line, markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
 
 
@@ -176,7 +177,10 @@ def predict(
     with RowWriter(output) as writer:
         for chunk in chunks(rows, CHUNK_ROWS):
             check_columns(chunk, fields, names, data, done)
-            texts = [{f: check_text(row[f], where=data, column=f, row=done + i) for f in fields} for i, row in enumerate(chunk, 1)]
+            texts = [
+                {f: check_text(row[f], where=data, column=f, row=done + i) for f in fields}
+                for i, row in enumerate(chunk, 1)
+            ]
             scores = scorer.predict(texts, batch_size=batch_size, truncation=truncation, show_progress_bar=False)
             for row, score in zip(chunk, scores.reshape(len(chunk), -1), strict=True):
                 writer.write({**row, **{name: float(f"{value:.7g}") for name, value in zip(names, score, strict=True)}})
@@ -253,7 +257,7 @@ def load_model(name: str) -> Any:
 
 def target_columns(config: Any, column: str) -> list[str]:
     """Name the new columns: one for one target, with the targets' names for several."""
-    return [column] if config.num_labels == 1 else [f"{column}_{config.id2label[i]}" for i in range(config.num_labels)]
+    return [column] if config.num_labels == 1 else [f"{column}_{name}" for name in config.target_names]
 
 
 def check_columns(
@@ -296,7 +300,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write JSON to a temporary name and rename it."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(json.dumps(values, indent=2) + "\n")
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def _say_plan(splits: Any, template: str, backbone: str, layer: int | None) -> None:

@@ -49,7 +49,7 @@ class RelishConfigError(ValueError):
 
 
 class RelishConfig(PreTrainedConfig):
-    """Configuration of [`RelishForSequenceRegression`]. The defaults are the paper's configuration (RELISH, section 3).
+    r"""Configuration of [`RelishForSequenceRegression`]. The defaults are the paper's configuration (RELISH, section 3).
 
     Args:
         backbone_name_or_path: Hub id or folder of the language model; a head-only checkpoint is completed from it.
@@ -74,7 +74,7 @@ class RelishConfig(PreTrainedConfig):
         label_max: Upper end of the label's scale, one per target.
         objective: `"huber"` or `"mse"`, on standardised targets.
         huber_delta: Where Huber turns from square to linear, in label standard deviations.
-        prompt_template: Text with named fields, as `"Sentence 1: {text_a}\\nSentence 2: {text_b}\\nScore:"`.
+        prompt_template: Text with named fields, as `"Sentence 1: {text_a}\nSentence 2: {text_b}\nScore:"`.
         max_length: Longest prompt in tokens; longer ones lose the end of their longest field, never the template.
         truncation: `"longest_first"` cuts with a warning, `"error"` raises.
 
@@ -110,7 +110,7 @@ class RelishConfig(PreTrainedConfig):
     prompt_template: str = "{text}"
     max_length: int = 1024
     truncation: str = "longest_first"
-    problem_type: str | None = "regression"
+    problem_type: Any = "regression"
 
     def __post_init__(self, **kwargs: Any) -> None:
         unknown = sorted(set(kwargs) - _FOREIGN_NAMES)
@@ -188,7 +188,11 @@ class RelishConfig(PreTrainedConfig):
             raise RelishConfigError("label_mean and label_std belong together: give both or neither.")
         if (self.label_min is None) != (self.label_max is None):
             raise RelishConfigError("label_min and label_max belong together: give both or neither.")
-        if self.label_min is not None and any(a >= b for a, b in zip(self.label_min, self.label_max, strict=True)):
+        if (
+            self.label_min is not None
+            and self.label_max is not None
+            and any(a >= b for a, b in zip(self.label_min, self.label_max, strict=True))
+        ):
             raise RelishConfigError(f"label_min {self.label_min} must lie below label_max {self.label_max}.")
 
     def _check_text(self) -> None:
@@ -219,9 +223,17 @@ class RelishConfig(PreTrainedConfig):
         return (not self.reads_last_layer) if self.input_norm is None else self.input_norm
 
     @property
+    def target_names(self) -> list[str]:
+        """Names of the K targets, in the order of the logits' columns."""
+        names: dict[Any, str] = self.id2label or {}
+        return [names[i] for i in range(len(names))]
+
+    @property
     def label_range(self) -> list[tuple[float, float]] | None:
         """(minimum, maximum) of the scale for every target, or `None` where it is not known."""
-        return None if self.label_min is None else list(zip(self.label_min, self.label_max, strict=True))
+        if self.label_min is None or self.label_max is None:
+            return None
+        return list(zip(self.label_min, self.label_max, strict=True))
 
     # ------------------------------------------------------------------ the backbone's own settings, seen from the top
     # TRL, PEFT and Trainer read and write these on the model's config. They live in the backbone's config alone, so
@@ -274,7 +286,7 @@ def _positive_int(name: str, value: Any) -> None:
 
 
 def _backbone_config_from_dict(values: dict[str, Any]) -> PreTrainedConfig:
-    model_type = values.get("model_type")
+    model_type = str(values.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         # Only architectures that transformers itself holds: a config from the Hub must never bring code in by this door.
         raise RelishConfigError(

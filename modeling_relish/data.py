@@ -109,6 +109,18 @@ def check_label(value: Any, *, where: str, column: str, row: int) -> float:
     raise row_error(f"found {show(value)}, expected a finite number. {todo}", where, row, column)
 
 
+def check_text(value: Any, *, where: str, column: str, row: int) -> str:
+    """Return a text value as a string; a number (never in csv) becomes its usual notation. Args as in [`check_label`].
+
+    Raises:
+        TableError: for a missing value and for anything but strings and numbers.
+    """
+    # nan is how pandas writes a missing value.
+    if not isinstance(value, (str, Number)) or isinstance(value, bool) or value != value:
+        raise row_error(f"found {show(value)}, expected a text. Fill it in or remove the row.", where, row, column)
+    return str(value)
+
+
 def load_split(source: Source, columns: Columns, *, split: str | None = None, name: str = "data") -> datasets.Dataset:
     """Read one table into memory and check every row.
 
@@ -137,11 +149,7 @@ def load_split(source: Source, columns: Columns, *, split: str | None = None, na
 
 def _checked_row(columns: Columns, where: str, number: int, row: Row) -> Row:
     _check_present(columns.used, where, number, row)
-    for c in columns.text:
-        # A number is a text too, but nan is how pandas writes a missing value.
-        if not isinstance(row[c], (str, Number)) or isinstance(row[c], bool) or row[c] != row[c]:
-            raise row_error(f"found {show(row[c])}, expected a text. Fill it in or remove the row.", where, number, c)
-    checked: Row = {c: str(row[c]) for c in columns.text}
+    checked: Row = {c: check_text(row[c], where=where, column=c, row=number) for c in columns.text}
     if not any(text.strip() for text in checked.values()):
         raise row_error("the text is empty. Fill it in or remove the row.", where, number, " + ".join(columns.text))
     checked["labels"] = [check_label(row[c], where=where, column=c, row=number) for c in columns.label]

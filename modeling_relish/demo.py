@@ -57,12 +57,16 @@ def main(
     lexicon = fetch_lexicon()
     started = time.monotonic()
     splits = load_splits(
-        str(fetch_tweets()), Columns(text=("text",), label=("score",)), validation_fraction=0.15, test_fraction=0.15, seed=seed
+        str(fetch_tweets()),
+        Columns(text=("text",), label=("score",)),
+        validation_fraction=0.15,
+        test_fraction=0.15,
+        seed=seed,
     )
     rows = ", ".join(f"{name} {len(split)}" for name, split in splits.items())
     console.print(f"rated tweets: {rows}; backbone {DEFAULT_BACKBONE}, layer {LAYER} of 30, frozen", highlight=False)
 
-    results = {"lexicon (vaderSentiment 3.3.2)": lexicon_metrics(lexicon, splits["test"])}
+    results = {"lexicon (vaderSentiment 3.3.2)": lexicon_metrics(lexicon, splits)}
     for name, settings, learning_rate in HEADS:
         model, results[name] = train_head(splits, settings, learning_rate, epochs, seed)
     show(results)
@@ -107,11 +111,15 @@ def train_head(
     return model, regression_metrics(predictions, label_matrix(splits["test"]), label_range=model.config.label_range)
 
 
-def lexicon_metrics(folder: Path, test: Any) -> dict[str, float]:
-    """Score the test rows with the lexicon; its compound score in [-1, 1] is stretched to the raters' scale."""
+def lexicon_metrics(folder: Path, splits: DatasetDict) -> dict[str, float]:
+    """Score the test rows with the lexicon; a line fitted on the training rows brings it to the raters' scale."""
     analyzer = _lexicon_module(folder).SentimentIntensityAnalyzer()
-    scores = np.array([4.0 * analyzer.polarity_scores(text)["compound"] for text in test["text"]])
-    return regression_metrics(scores, label_matrix(test), label_range=(-4.0, 4.0))
+    compound = {
+        name: [analyzer.polarity_scores(t)["compound"] for t in splits[name]["text"]] for name in ("train", "test")
+    }
+    slope, start = np.polyfit(compound["train"], label_matrix(splits["train"])[:, 0], 1)
+    scores = slope * np.array(compound["test"]) + start
+    return regression_metrics(scores, label_matrix(splits["test"]), label_range=(-4.0, 4.0))
 
 
 def _lexicon_module(folder: Path) -> ModuleType:

@@ -105,10 +105,11 @@ class RelishHead(nn.Module):
         super().__init__()
         self.input_norm = config.uses_input_norm
         self.attention_form = "auto"
+        self.num_heads = config.head_num_attention_heads
         self.input_proj = nn.Linear(config.hidden_size, config.head_hidden_size)
         self.latent = nn.Parameter(torch.empty(config.head_hidden_size))
         self.steps = nn.ModuleList(RefinementStep(config) for _ in range(config.num_refinement_steps))
-        self.regressor = nn.Linear(config.head_hidden_size, config.num_labels)
+        self.regressor = nn.Linear(config.head_hidden_size, len(config.target_names))
         nn.init.normal_(self.latent, std=0.02)
 
     def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor, output_attentions: bool = False) -> HeadOutput:
@@ -138,8 +139,7 @@ class RelishHead(nn.Module):
             raise ValueError(f"attention_form must be one of {list(ATTENTION_FORMS)}, got {self.attention_form!r}.")
         if self.attention_form != "auto":
             return self.attention_form
-        attention = self.steps[0].attention
-        return cheapest_form(states.shape[1], states.shape[2], len(self.latent), attention.num_heads, len(self.steps))
+        return cheapest_form(states.shape[1], states.shape[2], len(self.latent), self.num_heads, len(self.steps))
 
 
 def cheapest_form(T: int, D: int, d: int, heads: int, steps: int) -> str:
@@ -168,13 +168,13 @@ class PooledHead(nn.Module):
         self.pooling = config.pooling
         self.input_norm = config.uses_input_norm
         if config.head_type == "linear":
-            self.regressor: nn.Module = nn.Linear(config.hidden_size, config.num_labels)
+            self.regressor: nn.Module = nn.Linear(config.hidden_size, len(config.target_names))
         else:
             self.regressor = nn.Sequential(
                 nn.Linear(config.hidden_size, config.head_intermediate_size),
                 nn.GELU(),
                 nn.Dropout(config.head_dropout),
-                nn.Linear(config.head_intermediate_size, config.num_labels),
+                nn.Linear(config.head_intermediate_size, len(config.target_names)),
             )
 
     def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor, output_attentions: bool = False) -> HeadOutput:

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import logging
 
 from .backbone_relish import build_backbone, check_finite, check_rows, position_ids_from_mask, resolve_backbone
-from .checkpoint_relish import CheckpointMixin
+from .checkpoint_relish import RelishPreTrainedModel
 from .configuration_relish import RelishConfig
 from .head_relish import RelishHead, build_head
 from .objectives_relish import check_labels, regression_loss
@@ -24,7 +24,7 @@ from .text_relish import PromptTemplate, encode_rows, pad_batch
 logger = logging.get_logger(__name__)
 
 
-class RelishForSequenceRegression(CheckpointMixin, PreTrainedModel):
+class RelishForSequenceRegression(RelishPreTrainedModel):
     """A language model whose token states are read by a small head that answers with numbers (RELISH, section 3).
 
     Start one with [`from_backbone`], bring one back with [`from_pretrained`] or the Auto classes. The backbone is frozen
@@ -35,15 +35,13 @@ class RelishForSequenceRegression(CheckpointMixin, PreTrainedModel):
         backbone: A loaded bare model to use and share instead of building one with random weights.
     """
 
-    config_class = RelishConfig
-    base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
     # The head computes in fp32 also over a half-precision backbone: it is small, and its output is the answer.
-    _keep_in_fp32_modules_strict = ("score",)
+    _keep_in_fp32_modules_strict = {"score"}  # noqa: RUF012
     # The loss is a plain mean over the batch: Trainer then averages over accumulation steps itself.
     accepts_loss_kwargs = False
 
@@ -53,7 +51,7 @@ class RelishForSequenceRegression(CheckpointMixin, PreTrainedModel):
             backbone = build_backbone(config)
         else:
             for module in backbone.modules():  # its weights are real: post_init must not draw them anew
-                module._is_hf_initialized = True
+                module._is_hf_initialized = True  # type: ignore[assignment]
         self.backbone = backbone
         self.score = build_head(config)
         self.post_init()
@@ -144,7 +142,7 @@ class RelishForSequenceRegression(CheckpointMixin, PreTrainedModel):
         mean, std = self._label_scale(prediction.device)
         loss = None
         if labels is not None:
-            targets = check_labels(labels.to(prediction.device), len(prediction), self.config.num_labels)
+            targets = check_labels(labels.to(prediction.device), len(prediction), prediction.shape[1])
             loss = regression_loss(
                 prediction, (targets - mean) / std, self.config.objective, self.config.huber_delta, sample_weight
             )
@@ -206,14 +204,14 @@ class RelishForSequenceRegression(CheckpointMixin, PreTrainedModel):
             kwargs["position_ids"] = position_ids
         if "use_cache" in accepted:
             kwargs["use_cache"] = False
-        if token_type_ids is not None and getattr(self.config.get_text_config(), "type_vocab_size", 0):
+        if token_type_ids is not None and hasattr(self.config.get_text_config(), "type_vocab_size"):
             kwargs["token_type_ids"] = token_type_ids
         learns = not self.backbone_is_frozen or (inputs_embeds is not None and inputs_embeds.requires_grad)
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
             return self.backbone(**kwargs).last_hidden_state
 
     def _label_scale(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        K = self.config.num_labels
+        K = len(self.config.target_names)
         mean = torch.tensor(self.config.label_mean or [0.0] * K, dtype=torch.float32, device=device)
         std = torch.tensor(self.config.label_std or [1.0] * K, dtype=torch.float32, device=device)
         return mean, std
@@ -255,7 +253,7 @@ class RelishForSequenceRegression(CheckpointMixin, PreTrainedModel):
         order = sorted(
             range(len(ids)), key=lambda i: -len(ids[i])
         )  # the longest first: what does not fit fails at once
-        scores = np.empty((len(ids), self.config.num_labels), dtype=np.float32)
+        scores = np.empty((len(ids), len(self.config.target_names)), dtype=np.float32)
         was_training = self.training
         self.eval()
         starts = range(0, len(order), batch_size)

@@ -45,7 +45,7 @@ class TextRegressionPipeline(Pipeline):
     def postprocess(self, model_outputs: Any) -> dict[str, float]:
         """Return the prediction in label units."""
         values = model_outputs["logits"][0].float().tolist()
-        names = ["score"] if len(values) == 1 else [self.model.config.id2label[i] for i in range(len(values))]
+        names = ["score"] if len(values) == 1 else self.model.config.target_names
         return dict(zip(names, values, strict=True))
 
 
@@ -67,9 +67,9 @@ class RelishTextClassificationPipeline(TextClassificationPipeline):
         self, model_outputs: Any, function_to_apply: Any = None, top_k: Any = 1, _legacy: bool = True
     ) -> Any:
         """Return `{"label", "score"}` for one target, a list of them for several: there is no best target to pick."""
-        if self.model.config.model_type == "relish" and self.model.config.num_labels > 1 and _legacy:
-            values = model_outputs["logits"][0].float().tolist()
-            return [{"label": self.model.config.id2label[i], "score": value} for i, value in enumerate(values)]
+        values = model_outputs["logits"][0].float().tolist()
+        if self.model.config.model_type == "relish" and len(values) > 1 and _legacy:
+            return [{"label": n, "score": v} for n, v in zip(self.model.config.target_names, values, strict=True)]
         return super().postprocess(model_outputs, function_to_apply, top_k, _legacy)
 
 

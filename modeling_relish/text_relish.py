@@ -20,7 +20,7 @@ class TextTooLongError(ValueError):
 
 
 class PromptTemplate:
-    """A text with named fields, e.g. `"Sentence 1: {text_a}\\nSentence 2: {text_b}\\nScore:"`.
+    r"""A text with named fields, e.g. `"Sentence 1: {text_a}\nSentence 2: {text_b}\nScore:"`.
 
     `{name}` is a field, `{{` and `}}` are literal braces. Attributes, indices, conversions and format specifications
     (`{a.b}`, `{a[0]}`, `{a!r}`, `{a:>9}`) are refused: a template may come with a foreign checkpoint, and must reach
@@ -41,7 +41,7 @@ class PromptTemplate:
         except ValueError as error:
             raise TemplateError(
                 f"prompt template {template!r} does not parse: {error}. Literal braces are {{{{ and }}}}."
-            )
+            ) from error
         for literal, field, spec, conversion in parsed:
             if field is not None and (not field.isidentifier() or spec or conversion):
                 raise TemplateError(

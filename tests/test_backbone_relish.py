@@ -125,7 +125,9 @@ def test_row_without_a_token_is_an_error():
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("head", ["relish", "linear"])
 def test_state_that_is_not_finite_is_an_error_that_names_layer_dtype_and_remedy(bad, head):
-    model = RelishForSequenceRegression.from_backbone(tiny_backbone("llama"), backbone_layer=3, head_type=head, pooling="last" if head == "linear" else "mean")
+    model = RelishForSequenceRegression.from_backbone(
+        tiny_backbone("llama"), backbone_layer=3, head_type=head, pooling="last" if head == "linear" else "mean"
+    )
     hidden = torch.randn(2, 5, 32, dtype=torch.float16)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     hidden[1, 4] = bad  # padding: not looked at, and does not reach the score

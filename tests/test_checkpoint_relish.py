@@ -120,9 +120,7 @@ def test_missing_base_model_is_named_and_another_place_can_be_given(trained, bas
     base.rename(tmp_path / "moved")
     with pytest.raises(BackboneError, match=str(base)):
         RelishForSequenceRegression.from_pretrained(tmp_path / "out")
-    moved = RelishForSequenceRegression.from_pretrained(
-        tmp_path / "out", backbone_name_or_path=str(tmp_path / "moved")
-    )
+    moved = RelishForSequenceRegression.from_pretrained(tmp_path / "out", backbone_name_or_path=str(tmp_path / "moved"))
     assert predictions(moved) == expected
 
 
@@ -244,14 +242,23 @@ print(peak - before, size)
 def test_head_only_load_needs_no_more_memory_than_base_and_head(tmp_path):
     from transformers import LlamaConfig
 
-    config = LlamaConfig(hidden_size=1024, num_hidden_layers=6, intermediate_size=4096, num_attention_heads=8, vocab_size=9000)
+    config = LlamaConfig(
+        hidden_size=1024, num_hidden_layers=6, intermediate_size=4096, num_attention_heads=8, vocab_size=9000
+    )
     AutoModel.from_config(config).save_pretrained(tmp_path / "base")
     model = RelishForSequenceRegression.from_backbone(str(tmp_path / "base"))
     model.save_pretrained(tmp_path / "out")
     del model
     out = subprocess.run(
-        [sys.executable, "-c", PEAK, str(tmp_path / "out")], check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1]
+        [sys.executable, "-c", PEAK, str(tmp_path / "out")],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
     )
     peak, size = map(int, out.stdout.split())
     assert size > 400e6
-    assert peak < 1.1 * size + 40e6, (peak / 1e6, size / 1e6)  # 40 MB: what Python itself imports and allocates meanwhile
+    assert peak < 1.1 * size + 40e6, (
+        peak / 1e6,
+        size / 1e6,
+    )  # 40 MB: what Python itself imports and allocates meanwhile

@@ -73,7 +73,10 @@ def test_round_trip_keeps_every_setting(tmp_path):
     assert loaded.backbone_config.layer_types == config.backbone_config.layer_types
 
 
-@pytest.mark.parametrize(("layer", "setting", "expected"), [(None, None, False), (4, None, False), (2, None, True), (2, False, False), (None, True, True)])
+@pytest.mark.parametrize(
+    ("layer", "setting", "expected"),
+    [(None, None, False), (4, None, False), (2, None, True), (2, False, False), (None, True, True)],
+)
 def test_input_norm_follows_the_layer(layer, setting, expected):
     assert RelishConfig(backbone_config=llama(), backbone_layer=layer, input_norm=setting).uses_input_norm is expected
 

@@ -102,7 +102,9 @@ def test_forward_agrees_with_numpy_float64(form, steps, K, input_norm):
 
 @pytest.mark.parametrize("form", ["explicit", "absorbed_kv", "absorbed"])
 def test_gradients_by_finite_differences_in_float64(form):
-    head = perturbed(build_head(head_config(D=6, d=8, heads=2, steps=2, input_norm=True, head_intermediate_size=5))).double()
+    head = perturbed(
+        build_head(head_config(D=6, d=8, heads=2, steps=2, input_norm=True, head_intermediate_size=5))
+    ).double()
     head.attention_form = form
     states, mask = batch(D=6, lengths=(3, 2))
     states = states.double().requires_grad_(True)
@@ -127,9 +129,7 @@ def test_absorbed_forms_agree_with_the_explicit_one(form, D, T):
         prediction, _ = head(states, mask)
         prediction.sum().backward()
         grads[name] = [prediction.detach()] + [p.grad.clone() for p in head.parameters()]
-    for explicit, other, (key, _) in zip(
-        grads["explicit"][1:], grads[form][1:], head.named_parameters(), strict=True
-    ):
+    for explicit, other, (key, _) in zip(grads["explicit"][1:], grads[form][1:], head.named_parameters(), strict=True):
         scale = max(1.0, float(explicit.abs().max()))
         assert float((explicit - other).abs().max()) / scale < 1e-5, key
     assert float((grads["explicit"][0] - grads[form][0]).abs().max()) < 1e-5

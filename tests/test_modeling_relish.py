@@ -25,12 +25,20 @@ def numpy_loss(logits, labels, mean, std, objective, delta=1.0, weight=1.0):
 
 @pytest.mark.parametrize("objective", ["huber", "mse"])
 def test_loss_is_the_objective_on_standardised_targets(objective):
-    model = tiny_model(num_labels=2, label_mean=[50.0, -3.0], label_std=[20.0, 0.5], objective=objective, huber_delta=0.7)
+    model = tiny_model(
+        num_labels=2, label_mean=[50.0, -3.0], label_std=[20.0, 0.5], objective=objective, huber_delta=0.7
+    )
     labels = torch.tensor([[37.5, -2.0], [99.0, -4.5], [0.0, -3.0]])
     weight = torch.tensor([1.0, 0.0, 2.0])
     out = model(**random_batch("llama", [5, 3, 8]), labels=labels, sample_weight=weight)
     expected = numpy_loss(
-        out.logits.detach(), labels, [50.0, -3.0], [20.0, 0.5], objective, 0.7, weight.numpy()[:, None].astype(np.float64)
+        out.logits.detach(),
+        labels,
+        [50.0, -3.0],
+        [20.0, 0.5],
+        objective,
+        0.7,
+        weight.numpy()[:, None].astype(np.float64),
     )
     assert out.loss.dtype == torch.float32
     assert float(out.loss.detach()) == pytest.approx(expected, rel=1e-5)
@@ -55,7 +63,10 @@ def test_column_and_vector_labels_give_one_loss_and_logits_have_a_column_per_tar
     assert vector.logits.shape == (N, 1)
 
 
-@pytest.mark.parametrize(("shape", "K", "got"), [((3, 2), 3, "2 target"), ((3,), 2, "1 target"), ((2, 1), 1, "1 target"), ((3, 1), 4, "1 target")])
+@pytest.mark.parametrize(
+    ("shape", "K", "got"),
+    [((3, 2), 3, "2 target"), ((3,), 2, "1 target"), ((2, 1), 1, "1 target"), ((3, 1), 4, "1 target")],
+)
 def test_wrong_number_of_targets_raises_with_both_numbers(shape, K, got):
     model = tiny_model(num_labels=K)
     with pytest.raises(LabelError, match=f"{got}.*num_labels={K}"):
@@ -110,7 +121,13 @@ def test_no_mask_means_every_position_is_a_token():
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits)
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2), GPT2Config(n_embd=64, n_layer=2, n_head=2)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2),
+        GPT2Config(n_embd=64, n_layer=2, n_head=2),
+    ],
+)
 def test_builds_from_the_config_alone_on_the_meta_device(config):
     with torch.device("meta"):
         model = RelishForSequenceRegression(RelishConfig(backbone_config=config, backbone_layer=1))
@@ -133,7 +150,11 @@ def test_frozen_backbone_keeps_eval_mode_stores_nothing_and_head_learns():
     assert states.grad_fn is None
     model(**batch, labels=torch.ones(2)).loss.backward()
     assert all(p.grad is None for p in model.backbone.parameters())
-    assert all(p.grad is not None and float(p.grad.abs().sum()) > 0 for n, p in model.score.named_parameters() if "k_proj.bias" not in n)
+    assert all(
+        p.grad is not None and float(p.grad.abs().sum()) > 0
+        for n, p in model.score.named_parameters()
+        if "k_proj.bias" not in n
+    )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

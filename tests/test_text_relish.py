@@ -25,7 +25,19 @@ def encode(examples, template, tokenizer, max_length=10_000, truncation="longest
 
 @pytest.mark.parametrize(
     "template",
-    ["{text.__class__}", "{text[0]}", "{text!r}", "{text:>9}", "{0}", "{}", "no field", "{text", "}", "{a b}", "{text.__init__.__globals__}"],
+    [
+        "{text.__class__}",
+        "{text[0]}",
+        "{text!r}",
+        "{text:>9}",
+        "{0}",
+        "{}",
+        "no field",
+        "{text",
+        "}",
+        "{a b}",
+        "{text.__init__.__globals__}",
+    ],
 )
 def test_anything_but_plain_fields_is_refused(template):
     with pytest.raises(TemplateError):
@@ -50,7 +62,9 @@ def test_rows_come_as_pairs_or_dicts(example, expected):
     assert PromptTemplate("{a} {b}").row(example) == expected
 
 
-@pytest.mark.parametrize("example", ["only one", ("x", "y", "z"), {"a": "x"}, {"a": "x", "b": None}, ("x", 3), None, 3.5])
+@pytest.mark.parametrize(
+    "example", ["only one", ("x", "y", "z"), {"a": "x"}, {"a": "x", "b": None}, ("x", 3), None, 3.5]
+)
 def test_rows_that_do_not_fit_raise_with_their_number(example):
     with pytest.raises(TemplateError, match="row 4"):
         PromptTemplate("{a} {b}").row(example, index=4)

@@ -22,7 +22,9 @@ def backbone(request):
 def test_padding_side_amount_and_order_do_not_move_a_score(backbone, layer):
     model = RelishForSequenceRegression.from_backbone(str(backbone), backbone_layer=layer, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(backbone)
-    ids = [tokenizer(TEMPLATE.format(text=t))["input_ids"] for t in (TEXTS[0], TEXTS[6], TEXTS[21], TEXTS[4], TEXTS[10])]
+    ids = [
+        tokenizer(TEMPLATE.format(text=t))["input_ids"] for t in (TEXTS[0], TEXTS[6], TEXTS[21], TEXTS[4], TEXTS[10])
+    ]
     with torch.no_grad():
         alone = torch.cat([model(input_ids=torch.tensor([row])).logits for row in ids])
         for side in ("left", "right"):
@@ -32,7 +34,9 @@ def test_padding_side_amount_and_order_do_not_move_a_score(backbone, layer):
                 for i in order:
                     pad = [tokenizer.pad_token_id] * (width - len(ids[i]))
                     rows.append(pad + ids[i] if side == "left" else ids[i] + pad)
-                    mask.append([0] * len(pad) + [1] * len(ids[i]) if side == "left" else [1] * len(ids[i]) + [0] * len(pad))
+                    mask.append(
+                        [0] * len(pad) + [1] * len(ids[i]) if side == "left" else [1] * len(ids[i]) + [0] * len(pad)
+                    )
                 scores = model(input_ids=torch.tensor(rows), attention_mask=torch.tensor(mask)).logits
                 assert float((scores - alone[order]).abs().max() / alone.std()) <= 1e-5
 
@@ -55,7 +59,10 @@ def test_from_text_to_a_saved_model_and_back(backbone, tmp_path):
     model = RelishForSequenceRegression.from_backbone(
         str(backbone), backbone_layer=4, prompt_template=TEMPLATE, dtype=torch.float32
     )
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == model.config.hidden_size * 256 + 256 + 2_369_793
+    assert (
+        sum(p.numel() for p in model.parameters() if p.requires_grad)
+        == model.config.hidden_size * 256 + 256 + 2_369_793
+    )
     tokenizer = AutoTokenizer.from_pretrained(backbone)
     embedding = model.get_input_embeddings().weight.clone()
     args = RelishTrainingArguments(

@@ -1,0 +1,586 @@
+"""The command line from the outside: tables in, tables and models out, one line for what the user can mend."""
+
+import csv
+import json
+import shutil
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import SCORES, TEXTS, save_backbone
+from transformers import TrainerCallback
+from typer.testing import CliRunner
+
+from modeling_relish import RelishForSequenceRegression, RelishTrainer, RelishTrainingArguments, cli, trainer
+from modeling_relish.data import Columns, load_splits
+from modeling_relish.metrics import regression_metrics
+
+MODEL_FILES = {"config.json", "model.safetensors"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settings(tmp_path_factory):
+    """Keep everything in float32, so that numbers can be compared, and nothing in the user's home."""
+    original = RelishTrainingArguments.__post_init__
+
+    def exact(self):
+        self.features_dtype, self.use_cpu, self.disable_tqdm = "float32", True, True
+        original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RELISH_HOME", str(tmp_path_factory.mktemp("home")))
+        patch.delenv("RELISH_DEBUG", raising=False)
+        patch.setattr(cli, "compute_dtype", lambda: "float32")
+        patch.setattr(RelishTrainingArguments, "__post_init__", exact)
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_backbone("llama", tmp_path_factory.mktemp("base") / "llama")
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory):
+    """A model for one target; the tests read it only."""
+    folder = tmp_path_factory.mktemp("trained")
+    run("train", save(folder / "data.csv", rows(40)), "--label", "score", *options(base, folder / "out"))
+    return folder / "out"
+
+
+@pytest.fixture
+def fails(monkeypatch, capsys):
+    """Run what the user would type; expect exit code 1 and one line, which is returned."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["relish", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as info:
+            cli.main()
+        err = capsys.readouterr().err
+        assert info.value.code == 1
+        assert "Traceback" not in err
+        *before, line = err.replace("\r", "\n").splitlines()
+        assert line.startswith("error: ")
+        assert not [other for other in before if other.startswith("error: ")]
+        return line
+
+    return call
+
+
+def run(*arguments):
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def options(base, output, **more):
+    given = {"backbone": base, "output": output, "epochs": 1, "batch_size": 16, **more}
+    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def rows(n, start=0, **more):
+    """Different texts with their scores, and a column that is no text."""
+    numbers = range(start, start + n)
+    return [{"id": f"r{i}", "text": f"{TEXTS[i % 24]} {i}", "score": SCORES[i % 24], **more} for i in numbers]
+
+
+def save(path, table):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(table), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in table), encoding="utf-8")
+    else:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(table[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(table)
+    return path
+
+
+def load(path):
+    if path.suffix == ".parquet":
+        return pq.read_table(path).to_pylist()
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
+
+
+def tree(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def score(folder, texts):
+    return RelishForSequenceRegression.from_pretrained(folder).predict(texts)
+
+
+# ---------------------------------------------------------------------- train
+
+
+def test_defaults_for_columns_template_layer_and_splits(base, tmp_path):
+    data = save(tmp_path / "data.csv", rows(40))
+    out = tmp_path / "deep" / "out"
+    said = run("train", data, "--label", "score", *options(base, out))
+    assert "rows: train 32, validation 4, test 4" in said
+    assert r"'Text: {text}\nScore:'" in said
+    assert str(out) in said
+    files = {path.name for path in out.iterdir()}
+    assert files >= {*MODEL_FILES, "metrics.json", "tokenizer.json", "tokenizer_config.json"}
+    assert not [name for name in files if "checkpoint" in name or name.endswith(".tmp")]
+    assert all(name.startswith("score.") for name in weights(out))
+
+    config = read_json(out / "config.json")
+    assert config["prompt_template"] == "Text: {text}\nScore:"
+    assert (config["backbone_layer"], config["head_type"], config["objective"]) == (2, "relish", "huber")
+    splits = load_splits(data, Columns(text=("text",), label=("score",)), seed=0)
+    labels = np.array(splits["train"]["labels"][:])
+    assert config["label_mean"] == pytest.approx([labels.mean()])
+    assert (config["label_min"], config["label_max"]) == ([labels.min()], [labels.max()])
+    metrics = read_json(out / "metrics.json")
+    for name in ("validation", "test"):
+        expected = regression_metrics(
+            score(out, splits[name]["text"][:]), splits[name]["labels"][:], label_range=(labels.min(), labels.max())
+        )
+        assert metrics[name] == pytest.approx(expected, abs=1e-5)
+
+
+def test_metrics_of_a_run_are_those_of_evaluate_and_of_the_predictions(base, tmp_path):
+    tables = {
+        name: save(tmp_path / f"{name}.csv", rows(n, start)) for name, n, start in (("a", 32, 0), ("b", 9, 32), ("c", 11, 41))
+    }
+    out = tmp_path / "out"
+    scale = {"label_min": -5, "label_max": 15}
+    run("train", tables["a"], "--label", "score", *options(base, out, validation=tables["b"], test=tables["c"], **scale))
+    metrics = read_json(out / "metrics.json")
+    assert list(metrics) == ["validation", "test"]
+    for split, name in (("validation", "b"), ("test", "c")):
+        said = run("evaluate", out, tables[name], "--label", "score", "--output", tmp_path / "m.json")
+        found = read_json(tmp_path / "m.json")
+        assert list(found) == list(metrics[split]) == list(cli.METRICS)
+        assert found == pytest.approx(metrics[split], abs=1e-5)
+        assert found["nrmse"] == pytest.approx(found["rmse"] / 20)
+        assert f"{name}.csv" in said
+        assert all(f"{value:.4f}" in said for value in found.values())
+        run("predict", out, tables[name], "--output", tmp_path / "scored.csv")
+        scored = load(tmp_path / "scored.csv")
+        errors = np.array([float(row["prediction"]) - float(row["score"]) for row in scored])
+        assert found["rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)), abs=1e-5)
+        assert found["mae"] == pytest.approx(np.abs(errors).mean(), abs=1e-5)
+
+
+@pytest.mark.parametrize("written", ["A: {text_a}\nB: {text_b}\nScore:", r"A: {text_a}\nB: {text_b}\nScore:", None])
+def test_several_text_columns(written, base, tmp_path):
+    table = [{"text_a": row["text"], "n": i, "text_b": TEXTS[i % 7], "score": row["score"]} for i, row in enumerate(rows(30))]
+    data, out = save(tmp_path / "data.csv", table), tmp_path / "out"
+    run("train", data, "--label", "score", *options(base, out), *([] if written is None else ["--template", written]))
+    template = read_json(out / "config.json")["prompt_template"]
+    # In a shell, '\n' between single quotes stays two characters, as in the option's own help.
+    assert template == (written or "text_a: {text_a}\ntext_b: {text_b}\nScore:").replace(r"\n", "\n")
+    run("predict", out, data, "--output", tmp_path / "scored.csv")
+    expected = score(out, [(row["text_a"], row["text_b"]) for row in table])
+    assert [float(r["prediction"]) for r in load(tmp_path / "scored.csv")] == pytest.approx(expected, rel=1e-6)
+
+
+def test_text_columns_can_be_chosen(base, tmp_path):
+    table = [{**row, "title": f"title {i}"} for i, row in enumerate(rows(30))]
+    data = save(tmp_path / "data.csv", table)
+    run("train", data, "--label", "score", "--text", "title", "--text", "text", *options(base, tmp_path / "a"))
+    assert read_json(tmp_path / "a" / "config.json")["prompt_template"] == "title: {title}\ntext: {text}\nScore:"
+    run("train", data, "--label", "score", "--template", "{title}!", *options(base, tmp_path / "b"))
+    run("predict", tmp_path / "b", save(tmp_path / "titles.csv", [{"title": "one"}]), "--output", tmp_path / "s.csv")
+    assert float(load(tmp_path / "s.csv")[0]["prediction"]) == pytest.approx(score(tmp_path / "b", ["one"])[0], rel=1e-6)
+
+
+def test_several_labels(base, tmp_path):
+    table = [{**row, "other": 10 - 3 * row["score"] + i % 2} for i, row in enumerate(rows(40))]
+    data, out = save(tmp_path / "data.jsonl", table), tmp_path / "out"
+    labels = ["--label", "score", "--label", "other"]
+    ends = {"label_min": -20, "label_max": 20}
+    run("train", data, *labels, *options(base, out, head="mlp", pooling="last", objective="mse", **ends))
+    config = read_json(out / "config.json")
+    assert (config["head_type"], config["pooling"], config["objective"]) == ("mlp", "last", "mse")
+    assert (config["label_min"], config["label_max"]) == ([-20] * 2, [20] * 2)
+    run("predict", out, data, "--output", tmp_path / "scored.jsonl", "--column", "guess")
+    found = load(tmp_path / "scored.jsonl")
+    assert list(found[0]) == ["id", "text", "score", "other", "guess_score", "guess_other"]
+    expected = score(out, [row["text"] for row in table])
+    assert [[r["guess_score"], r["guess_other"]] for r in found] == [pytest.approx(e, rel=1e-6) for e in expected]
+    run("evaluate", out, data, *labels, "--output", tmp_path / "m.json")
+    metrics = read_json(tmp_path / "m.json")
+    true = [[row["score"], row["other"]] for row in table]
+    assert metrics == pytest.approx(regression_metrics(expected, true, label_range=(-20, 20)), abs=1e-5)
+    assert read_json(out / "metrics.json")["test"].keys() == metrics.keys()
+
+
+@pytest.mark.parametrize("ending", ["tsv", "jsonl", "parquet"])
+def test_folder_of_splits(ending, base, tmp_path):
+    folder = tmp_path / "data"
+    for name, n, start in (("train", 20, 0), ("dev", 6, 20), ("test", 7, 26)):
+        save(folder / f"{name}.{ending}", rows(n, start))
+    said = run("train", folder, "--label", "score", *options(base, tmp_path / "out"))
+    assert "rows: train 20, validation 6, test 7" in said
+    metrics = read_json(tmp_path / "out" / "metrics.json")
+    for name in ("validation", "test"):
+        run("evaluate", tmp_path / "out", folder, "--label", "score", "--split", name, "--output", tmp_path / "m.json")
+        assert read_json(tmp_path / "m.json") == pytest.approx(metrics[name], abs=1e-5)
+
+
+def test_layer_learning_rate_and_max_length_reach_the_model(base, tmp_path, monkeypatch):
+    seen = []
+
+    class Spy(RelishTrainer):
+        def train(self, *args, **kwargs):
+            seen.append((self.args.learning_rate, self.args.num_train_epochs, self.args.train_batch_size))
+            return super().train(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "RelishTrainer", Spy)
+    data = save(tmp_path / "data.csv", rows(20))
+    for head, layer in (("relish", 3), ("linear", "last")):
+        more = {"backbone_layer": layer, "head": head, "max_length": 40}
+        run("train", data, "--label", "score", *options(base, tmp_path / head, **more))
+        config = read_json(tmp_path / head / "config.json")
+        assert (config["backbone_layer"], config["max_length"]) == (None if layer == "last" else layer, 40)
+    run("train", data, "--label", "score", *options(base, tmp_path / "own", learning_rate=0.01, epochs=2))
+    assert seen == [(3e-4, 1, 16), (1e-3, 1, 16), (0.01, 2, 16)]
+
+
+def test_weights_count_and_are_no_text(base, tmp_path):
+    table = rows(30)
+    variants = {
+        "none": table,
+        "equal": [{**row, "w": 2.5} for row in table],
+        "some": [{**row, "w": float(i % 3)} for i, row in enumerate(table)],
+    }
+    heads = {}
+    for name, variant in variants.items():
+        data = save(tmp_path / f"{name}.csv", variant)
+        weight = {} if name == "none" else {"weight": "w"}
+        run("train", data, "--label", "score", *options(base, tmp_path / name, **weight))
+        heads[name] = weights(tmp_path / name)
+        assert read_json(tmp_path / name / "config.json")["prompt_template"] == "Text: {text}\nScore:"
+    assert same(heads["none"], heads["equal"])
+    assert not same(heads["none"], heads["some"])
+
+
+def test_seed_decides(base, tmp_path):
+    data = save(tmp_path / "data.csv", rows(30))
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        run("train", data, "--label", "score", *options(base, tmp_path / name, seed=seed))
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert read_json(tmp_path / "a" / "metrics.json") == read_json(tmp_path / "b" / "metrics.json")
+    assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
+
+
+def test_trained_backbone_is_saved_whole(base, tmp_path):
+    moved = shutil.copytree(base, tmp_path / "moved")
+    data, out = save(tmp_path / "data.csv", rows(20)), tmp_path / "out"
+    run("train", data, "--label", "score", "--train-backbone", *options(moved, out, learning_rate=0.01))
+    shutil.rmtree(moved)
+    found = weights(out)
+    names = [name for name in found if name.startswith("backbone.layers.1.")]
+    before = load_file(base / "model.safetensors")
+    assert names
+    assert not any(torch.equal(found[name], before[name.removeprefix("backbone.")]) for name in names)
+    assert not [name for name in found if name.startswith("backbone.layers.2.")]  # above the middle
+    run("predict", out, data, "--output", tmp_path / "scored.csv")
+    expected = score(out, [row["text"] for row in rows(20)])
+    assert [float(r["prediction"]) for r in load(tmp_path / "scored.csv")] == pytest.approx(expected, rel=1e-6)
+
+
+def test_model_that_is_there_is_kept_unless_overwrite_is_said(base, trained, fails, tmp_path):
+    out = shutil.copytree(trained, tmp_path / "out")
+    before = tree(out)
+    data = save(tmp_path / "data.csv", rows(20))
+    line = fails("train", data, "--label", "score", *options(base, out))
+    assert str(out) in line
+    assert "--overwrite" in line
+    assert tree(out) == before
+    bad = save(tmp_path / "bad.csv", [*rows(20), {"id": "x", "text": "y", "score": "z"}])
+    fails("train", bad, "--label", "score", "--overwrite", *options(base, out))
+    assert tree(out) == before  # a run that fails costs nothing
+    run("train", data, "--label", "score", "--overwrite", *options(base, out, head="linear"))
+    assert read_json(out / "config.json")["head_type"] == "linear"
+    assert tree(out).keys() == before.keys()
+
+
+# ---------------------------------------------------------------------- a run that was interrupted
+
+
+@pytest.fixture
+def interrupted():
+    """Make a call in which training is cut off once its first checkpoint is saved."""
+
+    class Stop(TrainerCallback):
+        def on_save(self, *args, **kwargs):
+            raise RuntimeError("the power went out")
+
+    class Interrupted(RelishTrainer):
+        def train(self, *args, **kwargs):
+            self.add_callback(Stop())
+            return super().train(*args, **kwargs)
+
+    def cut(call):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer, "RelishTrainer", Interrupted)
+            return call()
+
+    return cut
+
+
+def test_resumed_run_is_the_uninterrupted_one(base, tmp_path, interrupted, fails):
+    data = save(tmp_path / "data.csv", rows(40))
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run("train", data, "--label", "score", *options(base, whole, epochs=3))
+    command = ["train", data, "--label", "score", *options(base, cut, epochs=3)]
+    assert "the power went out" in interrupted(lambda: fails(*command))
+    assert not MODEL_FILES & {path.name for path in cut.iterdir()}
+    assert [path.name for path in (cut / "checkpoints").iterdir()] == ["checkpoint-2"]
+    run(*command, "--resume")
+    assert same(weights(whole), weights(cut))
+    assert read_json(whole / "metrics.json") == pytest.approx(read_json(cut / "metrics.json"))
+    assert tree(whole).keys() == tree(cut).keys()
+
+
+def test_resume_without_a_checkpoint_says_so(base, tmp_path, fails):
+    data = save(tmp_path / "data.csv", rows(20))
+    line = fails("train", data, "--label", "score", "--resume", *options(base, tmp_path / "out"))
+    assert "checkpoint" in line
+    assert not MODEL_FILES & set(tree(tmp_path))
+
+
+def test_new_run_begins_anew_beside_the_rests_of_another(base, tmp_path, interrupted, fails):
+    data = save(tmp_path / "data.csv", rows(40))
+    fresh, out = tmp_path / "fresh", tmp_path / "out"
+    command = ["train", data, "--label", "score"]
+    interrupted(lambda: fails(*command, *options(base, out, epochs=2, batch_size=4)))  # checkpoint-8
+    interrupted(lambda: fails(*command, *options(base, out, epochs=2)))  # checkpoint-2
+    run(*command, "--resume", *options(base, out, epochs=2))
+    run(*command, *options(base, fresh, epochs=2))
+    assert same(weights(fresh), weights(out))
+
+
+# ---------------------------------------------------------------------- predict and evaluate
+
+
+@pytest.mark.parametrize(("read", "write"), [("csv", "jsonl"), ("tsv", "csv"), ("jsonl", "parquet"), ("parquet", "tsv")])
+def test_predict_keeps_rows_columns_and_order_in_every_format(read, write, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "CHUNK_ROWS", 4)
+    table = [{"n": i, **row, "note": 'a "quoted", note\nover two lines'} for i, row in enumerate(rows(13))]
+    table[3]["text"] = table[9]["text"]  # equal texts keep their own rows
+    data = save(tmp_path / f"data.{read}", table)
+    kept = load(data)
+    said = run("predict", trained, data, "--output", tmp_path / "new" / f"scored.{write}", "--batch-size", "3")
+    assert "13 rows written" in said
+    found = load(tmp_path / "new" / f"scored.{write}")
+    assert list(found[0]) == [*kept[0], "prediction"]
+    assert [float(row.pop("prediction")) for row in found] == pytest.approx(
+        score(trained, [row["text"] for row in table]), rel=1e-6, abs=1e-6
+    )
+    assert [{k: str(v) for k, v in row.items()} for row in found] == [{k: str(v) for k, v in r.items()} for r in kept]
+    assert set(tree(tmp_path)) == {f"data.{read}", f"new/scored.{write}"}
+
+
+def test_predict_may_take_the_place_of_its_own_table(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "CHUNK_ROWS", 4)
+    data = save(tmp_path / "data.csv", rows(10))
+    before = load(data)
+    run("predict", trained, data, "--output", data, "--column", "guess")
+    assert [{k: v for k, v in row.items() if k != "guess"} for row in load(data)] == before
+
+
+def test_predict_needs_the_templates_columns_alone(trained, tmp_path):
+    data = save(tmp_path / "data.jsonl", [{"text": "a {brace} is no field"}, {"more": [1, {"a": 2}], "text": "7"}, {"text": 7}])
+    run("predict", trained, data, "--output", tmp_path / "scored.jsonl")
+    found = load(tmp_path / "scored.jsonl")
+    assert [row.keys() - {"prediction"} for row in found] == [{"text"}, {"text", "more"}, {"text"}]
+    assert [r["prediction"] for r in found] == pytest.approx(score(trained, ["a {brace} is no field", "7", "7"]), rel=1e-6)
+
+
+def broken(tmp_path, **cells):
+    """Save nine rows, the seventh with other cells."""
+    table = rows(9)
+    table[6] |= cells
+    return save(tmp_path / "data.jsonl", [{k: v for k, v in row.items() if v is not ...} for row in table])
+
+
+@pytest.mark.parametrize(
+    ("cells", "arguments", "words"),
+    [
+        ({"text": None}, [], ["data.jsonl, row 7, column 'text'", "None"]),
+        ({"text": ...}, [], ["data.jsonl, row 7", "'text'", "'score'"]),
+        ({"prediction": 1.0}, [], ["data.jsonl", "'prediction'", "--column"]),
+        ({}, ["--column", "score"], ["data.jsonl", "'score'", "--column"]),
+        ({"text": "long " * 2000}, ["--truncation", "error"], ["max_length"]),
+        ({}, ["--truncation", "somehow"], ["truncation", "'somehow'"]),
+    ],
+)
+def test_predict_that_fails_leaves_nothing_behind(cells, arguments, words, trained, tmp_path, monkeypatch, fails):
+    monkeypatch.setattr(cli, "CHUNK_ROWS", 4)
+    data = broken(tmp_path, **cells)
+    out = save(tmp_path / "out" / "scored.jsonl", [{"an": "earlier table"}])
+    before = tree(tmp_path)
+    for path in (out, tmp_path / "out" / "new.csv"):
+        line = fails("predict", trained, data, "--output", path, *arguments)
+        assert [word for word in words if word not in line] == []
+        assert tree(tmp_path) == before
+
+
+def test_predict_says_what_is_not_there(trained, tmp_path, fails):
+    data = save(tmp_path / "data.csv", rows(3))
+    before = tree(tmp_path)
+    for model, table, output, word in (
+        (trained, tmp_path / "none.csv", "s.csv", "none.csv"),
+        (trained, data, "s.xlsx", "s.xlsx"),
+        (tmp_path / "nobody", data, "s.csv", "nobody"),
+        (tmp_path, data, "s.csv", str(tmp_path)),
+    ):
+        assert word in fails("predict", model, table, "--output", tmp_path / output)
+        assert tree(tmp_path) == before
+
+
+def test_evaluate_says_what_is_wrong(trained, tmp_path, fails):
+    data = save(tmp_path / "data.csv", [{**row, "note": "good"} for row in rows(5)])
+    for name in ("train", "test"):
+        shutil.copy(data, tmp_path / f"{name}.csv")
+    assert "'grade'" in fails("evaluate", trained, data, "--label", "grade")
+    assert "row 1, column 'note'" in fails("evaluate", trained, data, "--label", "note")
+    assert "['train', 'test']" in fails("evaluate", trained, tmp_path, "--label", "score")
+    assert "'dev'" in fails("evaluate", trained, tmp_path, "--label", "score", "--split", "dev")
+    line = fails("evaluate", trained, data, "--label", "score", "--label", "id")
+    assert "column 'id'" in line
+    twice = save(tmp_path / "twice.csv", [{**row, "other": 1} for row in rows(5)])
+    before = tree(tmp_path)
+    line = fails("evaluate", trained, twice, "--label", "score", "--label", "other", "--output", tmp_path / "m.json")
+    assert "1" in line
+    assert "2" in line
+    assert tree(tmp_path) == before
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--label", "grade"], ["data.csv", "'grade'", "'score'"]),
+        (["--label", "score", "--text", "body"], ["data.csv", "'body'", "'text'"]),
+        (["--label", "score", "--weight", "w"], ["data.csv", "'w'"]),
+        (["--label", "text"], ["data.csv", "row 1", "'text'", "Good. 0"]),
+        (["--label", "score", "--label-min", "0"], ["--label-min", "--label-max"]),
+        (["--label", "score", "--label-max", "5"], ["--label-min", "--label-max"]),
+        (["--label", "score", "--label-min", "5", "--label-max", "0"], ["label_min", "label_max"]),
+        (["--label", "score", "--backbone-layer", "top"], ["--backbone-layer", "'top'", "middle"]),
+        (["--label", "score", "--backbone-layer", "-1"], ["--backbone-layer", "'-1'"]),
+        (["--label", "score", "--backbone-layer", "9"], ["9", "4"]),
+        (["--label", "score", "--template", "no field"], ["no field"]),
+        (["--label", "score", "--template", "{body}"], ["data.csv", "'body'"]),
+        (["--label", "score", "--template", "{text.upper}"], ["{text.upper}"]),
+        (["--label", "score", "--pooling", "max", "--head", "mlp"], ["pooling", "'max'"]),
+        (["--label", "score", "--validation", "nowhere.csv"], ["nowhere.csv"]),
+        (["--label", "score", "--backbone", "nowhere/at-all"], ["nowhere/at-all"]),
+        (["--label", "score", "--backbone", "embedded:Nothing"], ["Nothing", "modeling_relish.embedded"]),
+    ],
+)
+def test_wrong_training_command_is_told_in_one_line(arguments, words, base, tmp_path, fails):
+    data = save(tmp_path / "data.csv", rows(20))
+    before = tree(tmp_path)
+    line = fails("train", data, *options(base, tmp_path / "out"), *arguments)
+    assert [word for word in words if word not in line] == []
+    assert tree(tmp_path) == before
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "column"), [("good", "score"), ("", "score"), ("nan", "score"), ("1,5", "score"), ("-1", "w"), ("x", "w")]
+)
+def test_bad_label_or_weight_is_named_with_file_column_and_row(value, column, base, tmp_path, fails):
+    table = rows(20, w=1.0)
+    table[6][column] = value
+    data = save(tmp_path / "my ratings.csv", table)
+    line = fails("train", data, "--label", "score", "--weight", "w", *options(base, tmp_path / "out"))
+    assert str(data) in line
+    assert f"row 7, column '{column}'" in line
+    assert repr(value) in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_table_that_cannot_be_read_is_told(base, tmp_path, fails):
+    latin = tmp_path / "latin.csv"
+    latin.write_bytes("text,score\nfine,1\ncafé au lait,2\n".encode("latin-1"))
+    cases = {
+        latin: ["latin.csv", "row 2, column 'text'", "UTF-8"],
+        tmp_path / "none.csv": ["none.csv", "no such file"],
+        save(tmp_path / "table.txt", rows(3)): ["table.txt", ".csv"],
+        save(tmp_path / "two.csv", rows(2)): ["2 rows"],
+    }
+    (tmp_path / "empty.csv").write_text("text,score\n", encoding="utf-8")
+    cases[tmp_path / "empty.csv"] = ["empty.csv", "empty"]
+    for path, words in cases.items():
+        line = fails("train", path, "--label", "score", *options(base, tmp_path / "out"))
+        assert [word for word in words if word not in line] == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_that_is_a_file_is_refused_before_training(base, tmp_path, fails):
+    data = save(tmp_path / "data.csv", rows(20))
+    before = tree(tmp_path)
+    assert str(data) in fails("train", data, "--label", "score", *options(base, data))
+    assert tree(tmp_path) == before
+
+
+def test_what_is_missing_or_unknown_on_the_line_is_a_usage_error(base, tmp_path):
+    for arguments, word in (
+        (["train", "data.csv", "--output", "out"], "--label"),
+        (["train", "data.csv", "--label", "score"], "--output"),
+        (["train", "data.csv", *options(base, tmp_path / "out", label="score", head="transformer")], "transformer"),
+        (["train", "data.csv", *options(base, tmp_path / "out", label="score", objective="mae")], "mae"),
+        (["predict", "out", "data.csv"], "--output"),
+        (["judge"], "judge"),
+    ):
+        result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
+        assert result.exit_code == 2
+        assert word in result.stderr
+    for command in ("train", "predict", "evaluate"):
+        assert command in run("--help")
+        assert "--batch-size" in run(command, "--help")
+
+
+def test_names_with_brackets_are_printed_as_they_are(trained, tmp_path, fails):
+    folder = tmp_path / "[bold]"
+    data = save(folder / "[red]data.csv", rows(4))
+    assert str(folder / "scored.csv") in run("predict", trained, data, "--output", folder / "scored.csv")
+    assert "[red]data.csv" in run("evaluate", trained, data, "--label", "score")
+    assert str(data) in fails("evaluate", trained, data, "--label", "grade")
+
+
+def test_debug_shows_the_traceback(monkeypatch, tmp_path):
+    monkeypatch.setenv("RELISH_DEBUG", "1")
+    monkeypatch.setattr(sys, "argv", ["relish", "predict", "m", str(tmp_path / "none.csv"), "--output", "x.csv"])
+    with pytest.raises((ValueError, OSError)):
+        cli.main()
