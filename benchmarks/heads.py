@@ -76,7 +76,7 @@ def main(
     name: Annotated[str, typer.Option()],
     label_min: Annotated[float, typer.Option()],
     label_max: Annotated[float, typer.Option()],
-    epochs: float = 6.0,
+    epochs: float = 8.0,
     seeds: int = 3,
     backbone: str = DEFAULT_BACKBONE,
     template: str = TEMPLATE,

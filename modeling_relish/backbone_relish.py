@@ -72,8 +72,8 @@ def build_backbone(config: RelishConfig) -> PreTrainedModel:
     text_config = config.get_text_config()
     _check_architecture(text_config)
     kwargs = _model_kwargs(text_config)
-    backbone = AutoModel.from_config(cut_config(text_config, config.backbone_layer), **kwargs)
-    if not config.reads_last_layer:
+    backbone = AutoModel.from_config(cut_config(text_config, config.cut_layer), **kwargs)
+    if config.cut_layer != config.num_hidden_layers:
         remove_final_norm(backbone)
     return backbone
 

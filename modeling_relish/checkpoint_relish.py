@@ -63,21 +63,21 @@ class RelishPreTrainedModel(PreTrainedModel):
         known = set(RelishConfig.__dataclass_fields__) | {"num_labels", "id2label", "label2id"}
         if unknown := sorted(set(kwargs) - known):
             raise RelishConfigError(f"unknown setting(s) {unknown}; RelishConfig knows {sorted(known)}.")
-        layer = kwargs.get("backbone_layer")
+        layers = {k: kwargs[k] for k in ("backbone_layer", "backbone_layers") if k in kwargs}
         if isinstance(backbone, PreTrainedModel):
             name = backbone.config._name_or_path or None
             loaded = without_pooler(bare_model(backbone))
             backbone_config = loaded.config
-            RelishConfig(backbone_config=backbone_config, backbone_layer=layer)  # the layer is checked before it is cut
-            loaded = cut_backbone(loaded, layer)
+            cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer  # checked before anything is cut
+            loaded = cut_backbone(loaded, cut)
         else:
             name = os.fspath(backbone)
             if Path(name).is_dir():  # a relative folder would mean another one from another place
                 name = str(Path(name).resolve())
             hub = {"revision": revision} if revision else {}
             backbone_config = whole_config(name, {**hub, **{k: loading[k] for k in _HUB_KWARGS if k in loading}})
-            RelishConfig(backbone_config=backbone_config, backbone_layer=layer)
-            loaded = load_backbone(name, layer, **hub, **loading)
+            cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer
+            loaded = load_backbone(name, cut, **hub, **loading)
         kwargs["max_length"] = _bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config)
         backbone_config._name_or_path = ""  # where it lay on this machine is nobody else's business
         config = RelishConfig(
@@ -245,13 +245,13 @@ def _load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
         loading["device_map"] = {k: v for k, v in inner.items() if not k.startswith("score")}
     if config.backbone_revision:
         loading["revision"] = config.backbone_revision
-    return load_backbone(config.backbone_name_or_path, config.backbone_layer, **loading)
+    return load_backbone(config.backbone_name_or_path, config.cut_layer, **loading)
 
 
 def _share_base(backbone: PreTrainedModel, config: RelishConfig) -> PreTrainedModel:
     bare = without_pooler(bare_model(backbone))
     if bare.config.num_hidden_layers == config.num_hidden_layers:
-        return cut_backbone(bare, config.backbone_layer)
+        return cut_backbone(bare, config.cut_layer)
     raise BackboneError(
         f"the backbone passed in has {bare.config.num_hidden_layers} layers, the checkpoint's base model "
         f"{config.backbone_name_or_path!r} has {config.num_hidden_layers}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from enum import Enum
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 app = typer.Typer(
@@ -41,6 +43,13 @@ class Objective(str, Enum):
 
     huber = "huber"
     mse = "mse"
+
+
+class Truncation(str, Enum):
+    """What `relish predict` does with a text that is too long."""
+
+    longest_first = "longest_first"
+    error = "error"
 
 
 def main() -> None:
@@ -79,7 +88,7 @@ def train(
     head: Annotated[Head, typer.Option(help="relish, linear or mlp.")] = Head.relish,
     pooling: Annotated[str, typer.Option(help="mean, last or first token (linear, mlp).")] = "mean",
     objective: Annotated[Objective, typer.Option(help="huber or mse.")] = Objective.huber,
-    epochs: Annotated[float, typer.Option(help="Passes over the training rows.")] = 6.0,
+    epochs: Annotated[float, typer.Option(help="Passes over the training rows.")] = 8.0,
     learning_rate: Annotated[
         float | None, typer.Option(help="Default 3e-4 for relish, 1e-3 for linear and mlp.")
     ] = None,
@@ -113,6 +122,11 @@ def train(
         raise ValueError(f"{output} holds a model already; choose another --output, or --overwrite.")
     if (label_min is None) != (label_max is None):
         raise ValueError("--label-min and --label-max belong together: give both or neither.")
+    work = output / "checkpoints"
+    if not (resume or overwrite) and any(work.glob("checkpoint-*")):
+        raise ValueError(f"{work} has checkpoints of a run that did not end; --resume it, or --overwrite them.")
+    # Between single quotes, as in this option's help, a shell leaves \n as two characters.
+    template = template.replace("\\n", "\n") if template else None
     text_columns = tuple(
         text or (PromptTemplate(template).fields if template else guess_text_columns(data, label, weight))
     )
@@ -132,7 +146,8 @@ def train(
     tokenizer = AutoTokenizer.from_pretrained(
         resolve_backbone(backbone), **({"revision": revision} if revision else {})
     )
-    work = output / "checkpoints"
+    if not resume:  # else a later --resume could go on from the other run's
+        shutil.rmtree(work, ignore_errors=True)
     args = RelishTrainingArguments(
         output_dir=str(work), num_train_epochs=epochs, per_device_train_batch_size=batch_size,
         learning_rate=learning_rate or (3e-4 if head is Head.relish else 1e-3), freeze_backbone=not train_backbone,
@@ -148,12 +163,11 @@ def train(
     if "test" in splits:
         report["test"] = trainer.evaluate(splits["test"], metric_key_prefix="test")
     trainer.save_model(str(output))
+    (output / "training_args.bin").unlink(missing_ok=True)  # a pickle, with this machine's paths in it
     write_json(output / "metrics.json", {name: strip_prefix(metrics, name) for name, metrics in report.items()})
     shutil.rmtree(work)
     show_metrics({name: strip_prefix(metrics, name) for name, metrics in report.items()})
-    console.print(
-        f"saved to {output}; use it with: relish predict {output} table.csv --output scored.csv", highlight=False
-    )
+    say(f"saved to {output}; use it with: relish predict {output} table.csv --output scored.csv")
 
 
 @app.command()
@@ -163,7 +177,9 @@ def predict(
     output: Annotated[Path, typer.Option(help="Table to write; its ending chooses the format.")],
     column: Annotated[str, typer.Option(help="Name of the new column.")] = "prediction",
     batch_size: Annotated[int, typer.Option(help="Rows per model call.")] = 32,
-    truncation: Annotated[str | None, typer.Option(help="longest_first or error, for too long texts.")] = None,
+    truncation: Annotated[
+        Truncation | None, typer.Option(help="longest_first or error, for too long texts; default: the model's.")
+    ] = None,
 ) -> None:
     """Score a table's rows and write it with a prediction column, in input order."""
     from .data import RowWriter, check_text, read_rows
@@ -172,6 +188,7 @@ def predict(
     scorer = load_model(model)
     fields = PromptTemplate(scorer.config.prompt_template).fields
     names = target_columns(scorer.config, column)
+    cut = None if truncation is None else truncation.value
     rows = read_rows(data)
     done = 0
     with RowWriter(output) as writer:
@@ -181,12 +198,12 @@ def predict(
                 {f: check_text(row[f], where=data, column=f, row=done + i) for f in fields}
                 for i, row in enumerate(chunk, 1)
             ]
-            scores = scorer.predict(texts, batch_size=batch_size, truncation=truncation, show_progress_bar=False)
+            scores = score_rows(scorer, texts, data, done, batch_size=batch_size, truncation=cut)
             for row, score in zip(chunk, scores.reshape(len(chunk), -1), strict=True):
                 writer.write({**row, **{name: float(f"{value:.7g}") for name, value in zip(names, score, strict=True)}})
             done += len(chunk)
             errors.print(f"{done} rows scored", end="\r", highlight=False)
-    console.print(f"{done} rows written to {output}", highlight=False)
+    say(f"{done} rows written to {output}")
 
 
 @app.command()
@@ -206,9 +223,8 @@ def evaluate(
     scorer = load_model(model)
     fields = PromptTemplate(scorer.config.prompt_template).fields
     rows = load_split(data, Columns(text=fields, label=tuple(label)), split=split)
-    scores = scorer.predict(
-        [{f: row[f] for f in fields} for row in rows], batch_size=batch_size, show_progress_bar=True
-    )
+    texts = [{f: row[f] for f in fields} for row in rows]
+    scores = score_rows(scorer, texts, data, batch_size=batch_size, show_progress_bar=True)
     metrics = regression_metrics(scores, label_matrix(rows), label_range=scorer.config.label_range)
     show_metrics({Path(data).name: metrics})
     if output is not None:
@@ -255,6 +271,17 @@ def load_model(name: str) -> Any:
     return RelishForSequenceRegression.from_pretrained(name)
 
 
+def score_rows(scorer: Any, texts: list[dict[str, str]], source: str, done: int = 0, **kwargs: Any) -> Any:
+    """Predict; a text that is too long is told with its table and its row there, `done` rows after the first."""
+    from .text_relish import TextTooLongError
+
+    try:
+        return scorer.predict(texts, **kwargs)
+    except TextTooLongError as error:
+        place = re.sub(r"^row (\d+)", lambda found: f"{source}, row {done + int(found[1]) + 1}", str(error))
+        raise TextTooLongError(place) from None
+
+
 def target_columns(config: Any, column: str) -> list[str]:
     """Name the new columns: one for one target, with the targets' names for several."""
     return [column] if config.num_labels == 1 else [f"{column}_{name}" for name in config.target_names]
@@ -288,11 +315,16 @@ def strip_prefix(metrics: dict[str, float], prefix: str) -> dict[str, float]:
     return {k: v for k, v in short.items() if k.startswith(METRICS)}
 
 
+def say(text: str) -> None:
+    """Print as it is: names in brackets are no markup, and a path is not broken."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def show_metrics(rows: dict[str, dict[str, float]]) -> None:
     """Print one line of metrics per split."""
     table = Table("", *METRICS)
     for name, metrics in rows.items():
-        table.add_row(name, *(f"{metrics[m]:.4f}" for m in METRICS))
+        table.add_row(escape(name), *(f"{metrics[m]:.4f}" for m in METRICS))
     console.print(table)
 
 
@@ -306,4 +338,4 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 def _say_plan(splits: Any, template: str, backbone: str, layer: int | None) -> None:
     sizes = ", ".join(f"{name} {len(split)}" for name, split in splits.items())
     where = "the last layer" if layer is None else f"layer {layer}"
-    console.print(f"rows: {sizes}\nprompt: {template!r}\nbackbone: {backbone}, {where}", highlight=False, markup=False)
+    say(f"rows: {sizes}\nprompt: {template!r}\nbackbone: {backbone}, {where}")

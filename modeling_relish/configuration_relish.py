@@ -59,6 +59,9 @@ class RelishConfig(PreTrainedConfig):
         backbone_in_checkpoint: Whether the checkpoint holds the backbone's weights (`False` = the head alone).
         backbone_layer: Transformer layer whose output the head reads, 1 .. number of layers. `None` = the last one with
             the final norm. The layers above are neither loaded nor run.
+        backbone_layers: Several layers to read at once, in place of `backbone_layer`: the head learns a softmax mix of them
+            (each under its own LayerNorm). The backbone is cut at the highest.
+        layer_search: What a layer search measured, layer -> validation Pearson; written by it.
         head_type: `"relish"` (the paper's), `"linear"` or `"mlp"` (both over a pooled token).
         head_hidden_size: Width d of the latent state.
         head_num_attention_heads: Attention heads of a refinement step; divides `head_hidden_size`.
@@ -66,7 +69,7 @@ class RelishConfig(PreTrainedConfig):
         num_refinement_steps: L, the number of refinement steps, each with its own parameters.
         head_dropout: Dropout after attention and feed-forward, in [0, 1).
         input_norm: LayerNorm (without parameters) on every token state before the head. `None` follows the layer: on
-            where `backbone_layer` is not the last, for such states are not normalised by the backbone.
+            where a layer is read that is not the last, for its states are not normalised by the backbone.
         pooling: `"mean"`, `"last"` or `"first"` token, for the `linear` and `mlp` heads.
         label_mean: Mean of the training labels, one per target; measured by `RelishTrainer` when `None`.
         label_std: Standard deviation of the training labels, one per target; all > 0.
@@ -93,6 +96,8 @@ class RelishConfig(PreTrainedConfig):
     backbone_fingerprint: str | None = None
     backbone_in_checkpoint: bool = True
     backbone_layer: int | None = None
+    backbone_layers: list | None = None
+    layer_search: dict | None = None
     head_type: str = "relish"
     head_hidden_size: int = 256
     head_num_attention_heads: int = 8
@@ -137,8 +142,10 @@ class RelishConfig(PreTrainedConfig):
         self._check_head()
         self._check_labels()
         self._check_text()
+        if self.backbone_layers is not None and self.backbone_layer is not None:
+            raise RelishConfigError("backbone_layer and backbone_layers exclude each other: give one of them.")
         if self.backbone_config is not None:
-            self._check_backbone_layer()
+            self._check_backbone_layers()
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Return what differs from the defaults, and the targets' names always.
@@ -199,28 +206,51 @@ class RelishConfig(PreTrainedConfig):
         _one_of("truncation", self.truncation, TRUNCATIONS)
         _positive_int("max_length", self.max_length)
 
-    def _check_backbone_layer(self) -> None:
+    def _check_backbone_layers(self) -> None:
         total = self.num_hidden_layers
-        if self.backbone_layer is None:
-            return
-        _positive_int("backbone_layer", self.backbone_layer)
-        if self.backbone_layer > total:
-            raise RelishConfigError(
-                f"backbone_layer must lie in 1..{total} (the {self.backbone_config.model_type} backbone has {total} "
-                f"layers), got {self.backbone_layer}."
-            )
+        layers = self.backbone_layers
+        if layers is None:
+            layers = [total if self.backbone_layer is None else self.backbone_layer]
+        for layer in layers:
+            _positive_int("backbone_layer", layer)
+            if layer > total:
+                raise RelishConfigError(
+                    f"backbone_layer must lie in 1..{total} (the {self.backbone_config.model_type} backbone has {total} "
+                    f"layers), got {layer}."
+                )
+        if not layers or len(set(layers)) != len(layers):
+            raise RelishConfigError(f"backbone_layers must be different layers, at least one, got {layers}.")
 
     # ------------------------------------------------------------------ what follows from the settings
 
     @property
-    def reads_last_layer(self) -> bool:
-        """Whether the head reads the backbone's own output, after its final norm."""
-        return self.backbone_layer is None or self.backbone_layer == self.num_hidden_layers
+    def read_layers(self) -> list[int]:
+        """The layers whose states the head reads, 1 .. number of layers."""
+        return self.backbone_layers or [self.backbone_layer or self.num_hidden_layers]
+
+    @property
+    def cut_layer(self) -> int:
+        """The layer after which the backbone is cut; its number of layers where it is whole."""
+        return max(self.read_layers)
+
+    @property
+    def state_size(self) -> int:
+        """Width of what the head is given per token: D for every layer that it reads."""
+        return self.hidden_size * len(self.read_layers)
+
+    @property
+    def layer_name(self) -> str:
+        """What is read, for messages."""
+        if self.backbone_layers is not None:
+            return f"layers {self.backbone_layers}"
+        return "last layer" if self.backbone_layer is None else f"layer {self.backbone_layer}"
 
     @property
     def uses_input_norm(self) -> bool:
         """`input_norm`, resolved: where it is `None` it follows the layer."""
-        return (not self.reads_last_layer) if self.input_norm is None else self.input_norm
+        if self.input_norm is not None:
+            return self.input_norm
+        return any(layer != self.num_hidden_layers for layer in self.read_layers)
 
     @property
     def target_names(self) -> list[str]:

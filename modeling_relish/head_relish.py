@@ -93,6 +93,32 @@ class RefinementStep(nn.Module):
         return self.output_norm(latent + self.dropout(hidden)), weights
 
 
+class StateReader(nn.Module):
+    """Bring token states to the head's dtype, normalise them, and mix those of several layers.
+
+    The norm is LayerNorm without parameters, per token (and per layer): states before a backbone's final norm carry a few
+    huge values. The mix is a learned softmax over the layers, the same for every token; one layer has no parameter.
+    """
+
+    def __init__(self, config: RelishConfig) -> None:
+        super().__init__()
+        self.input_norm = config.uses_input_norm
+        self.hidden_size = config.hidden_size
+        layers = len(config.read_layers)
+        self.layer_weights = nn.Parameter(torch.zeros(layers)) if layers > 1 else None
+
+    def forward(self, hidden_states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return (B, T, D) of (B, T, layers * D)."""
+        states = hidden_states.to(dtype)
+        if self.layer_weights is not None:
+            states = states.unflatten(-1, (len(self.layer_weights), self.hidden_size))
+        if self.input_norm:
+            states = F.layer_norm(states, states.shape[-1:])
+        if self.layer_weights is not None:
+            states = torch.einsum("btnd,n->btd", states, torch.softmax(self.layer_weights, dim=0))
+        return states
+
+
 class RelishHead(nn.Module):
     """The paper's head: a learned latent state reads the token states L times, a linear regressor turns it into numbers.
 
@@ -103,7 +129,7 @@ class RelishHead(nn.Module):
 
     def __init__(self, config: RelishConfig) -> None:
         super().__init__()
-        self.input_norm = config.uses_input_norm
+        self.reader = StateReader(config)
         self.attention_form = "auto"
         self.num_heads = config.head_num_attention_heads
         self.input_proj = nn.Linear(config.hidden_size, config.head_hidden_size)
@@ -116,14 +142,14 @@ class RelishHead(nn.Module):
         """Predict from token states.
 
         Args:
-            hidden_states: (B, T, D) in any float dtype; computed in the head's own.
+            hidden_states: (B, T, D) in any float dtype, computed in the head's own; several layers' one after the other.
             mask: (B, T), true or 1 = token; at least one token a row.
             output_attentions: Also return the latent's attention.
 
         Returns:
             (B, K) standardised predictions, and a tuple of L (B, heads, T) attention weights or `None`.
         """
-        states = _prepare(hidden_states, self.input_proj.weight.dtype, self.input_norm)
+        states = self.reader(hidden_states, self.input_proj.weight.dtype)
         form = self._form(states)
         tokens = states if form == "absorbed" else self.input_proj(states)
         bias = torch.zeros_like(mask, dtype=states.dtype).masked_fill_(~mask.bool(), float("-inf"))[:, None, :]
@@ -166,7 +192,7 @@ class PooledHead(nn.Module):
     def __init__(self, config: RelishConfig) -> None:
         super().__init__()
         self.pooling = config.pooling
-        self.input_norm = config.uses_input_norm
+        self.reader = StateReader(config)
         if config.head_type == "linear":
             self.regressor: nn.Module = nn.Linear(config.hidden_size, len(config.target_names))
         else:
@@ -181,7 +207,7 @@ class PooledHead(nn.Module):
         """Predict from token states; as [`RelishHead.forward`], and there is no attention to return."""
         del output_attentions
         dtype = next(self.parameters()).dtype
-        return self.regressor(pool(_prepare(hidden_states, dtype, self.input_norm), mask.bool(), self.pooling)), None
+        return self.regressor(pool(self.reader(hidden_states, dtype), mask.bool(), self.pooling)), None
 
 
 def pool(states: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
@@ -191,11 +217,6 @@ def pool(states: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor
     T = mask.shape[1]
     index = mask.int().argmax(1) if pooling == "first" else T - 1 - mask.flip(1).int().argmax(1)
     return states[torch.arange(len(states), device=states.device), index]
-
-
-def _prepare(hidden_states: torch.Tensor, dtype: torch.dtype, input_norm: bool) -> torch.Tensor:
-    states = hidden_states.to(dtype)
-    return F.layer_norm(states, states.shape[-1:]) if input_norm else states
 
 
 def build_head(config: RelishConfig) -> RelishHead | PooledHead:

@@ -180,10 +180,9 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         check_rows(attention_mask)
         if hidden_states is None:
             hidden_states = self._run_backbone(input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds)
-        layer = "last layer" if self.config.backbone_layer is None else f"layer {self.config.backbone_layer}"
         device = next(self.score.parameters()).device
         states, mask = hidden_states.to(device), attention_mask.to(device).bool()
-        check_finite(states, mask, layer)
+        check_finite(states, mask, self.config.layer_name)
         # What stands at padding is arbitrary, even NaN under some attention kernels; and 0 * NaN would reach the score.
         return states.masked_fill(~mask[..., None], 0), mask
 
@@ -208,7 +207,10 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
             kwargs["token_type_ids"] = token_type_ids
         learns = not self.backbone_is_frozen or (inputs_embeds is not None and inputs_embeds.requires_grad)
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
-            return self.backbone(**kwargs).last_hidden_state
+            if self.config.backbone_layers is None:
+                return self.backbone(**kwargs).last_hidden_state
+            states = self.backbone(**kwargs, output_hidden_states=True).hidden_states
+            return torch.cat([states[layer] for layer in self.config.backbone_layers], dim=-1)
 
     def _label_scale(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         K = len(self.config.target_names)

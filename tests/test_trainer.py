@@ -1,7 +1,6 @@
 """RelishTrainer from the outside, and a plain Trainer: against losses, gradients and metrics computed here."""
 
 import json
-import logging
 import math
 import warnings
 from functools import partial
@@ -28,13 +27,12 @@ from training import (
     make_trainer,
     one_sgd_step,
     penalty,
-    quick,
     rows_of,
     same,
     tiny_model,
+    workbench,
 )
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
-from transformers.utils import logging as hf_logging
 
 from modeling_relish import RelishForSequenceRegression, RelishTrainer
 from modeling_relish.configuration_relish import RelishConfigError
@@ -46,22 +44,14 @@ BOTH = pytest.mark.parametrize("kind", [RelishTrainer, Trainer])
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick():
-    with quick():
+def _workbench():
+    with workbench():
         yield
 
 
 @pytest.fixture
 def make(tmp_path):
     return partial(make_trainer, tmp_path)
-
-
-@pytest.fixture
-def log(caplog):
-    hf_logging.enable_propagation()
-    caplog.set_level(logging.WARNING)
-    yield caplog
-    hf_logging.disable_propagation()
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +95,7 @@ def test_labels_of_any_numeric_kind_are_measured_alike(convert, make):
     assert losses(own) == pytest.approx([one_sgd_step(model, values)[0]], rel=1e-5)
 
 
-def test_only_training_rows_are_measured_and_what_the_config_has_is_kept(make, log):
+def test_only_training_rows_are_measured_and_what_the_config_has_is_kept(make, caplog):
     config = make(None, ROWS.select(range(5)), eval_dataset=ROWS).model.config
     assert config.label_mean == pytest.approx([np.mean(SCORES[:5])])
     assert config.label_max == [max(SCORES[:5])]
@@ -113,10 +103,10 @@ def test_only_training_rows_are_measured_and_what_the_config_has_is_kept(make, l
     assert (kept.label_mean, kept.label_std, kept.label_range) == ([1.0], [7.0], [(-1.0, 10.0)])
     raw = make(standardize_labels=False).model.config
     assert (raw.label_mean, raw.label_std, raw.label_max) == (None, None, [max(SCORES)])
-    assert not log.records
+    assert not caplog.records
     equal = make(None, rows_of([2.0, 2.0])).model.config
     assert (equal.label_mean, equal.label_std, equal.label_range) == ([2.0], [1.0], None)
-    assert "all equal" in log.text
+    assert "all equal" in caplog.text
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, "good", "nan", "1,5", "", None, True, np.float32("inf")])
@@ -277,7 +267,7 @@ SCRIPTS = [("pearson", [math.nan, 0.7, math.nan], 2), ("rmse", [5.0, 1.0, 3.0], 
 
 @BOTH
 @pytest.mark.parametrize(("name", "values", "best"), SCRIPTS)
-def test_best_head_comes_back_exactly(kind, name, values, best, make, base, tmp_path, log):
+def test_best_head_comes_back_exactly(kind, name, values, best, make, base, tmp_path, caplog):
     scripted = iter(values)
     kwargs = {"metric_for_best_model": name, "compute_metrics": lambda _: {name: next(scripted)}, **BEST}
     if kind is Trainer:
@@ -286,12 +276,12 @@ def test_best_head_comes_back_exactly(kind, name, values, best, make, base, tmp_
     own.train()
     saved = [load_file(tmp_path / "out" / f"checkpoint-{i}" / "model.safetensors") for i in (3, 6, 9)]
     assert [same(head(own.model), state) for state in saved] == [i == best for i in (1, 2, 3)]
-    assert "keys" not in log.text
+    assert "keys" not in caplog.text
 
 
 @BOTH
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_resumed_run_is_the_uninterrupted_one(kind, dropout, make, base, tmp_path, log):
+def test_resumed_run_is_the_uninterrupted_one(kind, dropout, make, base, tmp_path, caplog):
     kwargs = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "learning_rate": 3e-3}
     whole, other = (tiny_model(base, seed, head_dropout=dropout, **SCALE) for seed in (0, 1))
     expected = losses(make(whole, TOKENS, kind, **kwargs))
@@ -301,7 +291,7 @@ def test_resumed_run_is_the_uninterrupted_one(kind, dropout, make, base, tmp_pat
     assert same(head(other), head(whole))
     assert not any(p.requires_grad for p in other.backbone.parameters())
     assert same(tiny_backbone("llama").state_dict(), other.backbone.state_dict())
-    assert not log.records
+    assert not caplog.records
 
 
 def test_unfrozen_backbone_is_trained_runs_without_cache_and_is_saved_whole(make, base, tmp_path):

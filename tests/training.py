@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from tiny import SCORES, TEXTS, byte_bpe_tokenizer, tiny_backbone
 from transformers import DataCollatorWithPadding, PreTrainedModel, Trainer, TrainingArguments
+from transformers.utils import logging
 
 from modeling_relish import RelishForSequenceRegression, RelishTrainer, RelishTrainingArguments
 
@@ -24,12 +25,14 @@ SGD = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 0.1, "m
 
 
 @contextmanager
-def quick() -> Iterator[None]:
-    """One thread, for these matrices are tiny, and no search for garbage among the libraries, which Trainer asks for."""
+def workbench() -> Iterator[None]:
+    """Use one thread, for these matrices are tiny; let Trainer collect no garbage; let pytest see what is logged."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.freeze()
+    logging.enable_propagation()
     yield
+    logging.disable_propagation()
     gc.unfreeze()
     torch.set_num_threads(threads)
 

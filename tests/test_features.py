@@ -1,0 +1,353 @@
+"""The feature cache from the outside: what is stored, when the backbone runs, what kills and damage leave behind."""
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from tiny import SCORES, TEXTS, TOKENIZERS, save_backbone, tiny_backbone
+from training import IDS, ROWS, TOKENIZER, losses, make_trainer, rows_of, tiny_model, workbench
+from transformers import Trainer
+
+from modeling_relish import FeatureCache, RelishForSequenceRegression, features
+from modeling_relish.backbone_relish import NonFiniteStatesError
+from modeling_relish.data_collator import RelishCollator
+from modeling_relish.features import FeatureCacheError, FeatureDataset, text_key
+
+SMALL = {"dtype": "float32", "batch_tokens": 40, "shard_tokens": 60}  # several batches a shard, several shards
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _workbench():
+    with workbench():
+        yield
+
+
+def counted(model):
+    """Count how often each text passes through the backbone."""
+    seen = Counter()
+
+    def look(module, args, kwargs):
+        for ids, mask in zip(kwargs["input_ids"], kwargs["attention_mask"], strict=True):
+            seen[tuple(ids[mask.bool()].tolist())] += 1
+
+    model.backbone.register_forward_pre_hook(look, with_kwargs=True)
+    return seen
+
+
+def filled(root, model=None, ids=IDS, **kwargs):
+    cache = FeatureCache(model or tiny_model(), root, **{**SMALL, **kwargs})
+    cache.add(ids, show_progress=False)
+    return cache
+
+
+def files(root):
+    """Return every file below a folder, by name, with its digest."""
+    paths = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def shards(root):
+    return sorted(root.rglob("*.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The files of a cache that was filled in one go."""
+    root = tmp_path_factory.mktemp("whole")
+    filled(root)
+    assert len(shards(root)) > 5
+    return files(root)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "roberta", "gemma3"])
+@pytest.mark.parametrize("layer", [None, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_states_are_those_of_the_backbone(kind, layer, dtype, tmp_path):
+    backbone = tiny_backbone(kind)
+    ids = [TOKENIZERS[kind]()(text)["input_ids"] for text in TEXTS]
+    cache = filled(tmp_path, tiny_model(backbone, backbone_layer=layer), ids, dtype=dtype)
+    for row in ids:
+        with torch.no_grad():
+            out = backbone(input_ids=torch.tensor([row]), output_hidden_states=True)
+        expected = (out.last_hidden_state if layer is None else out.hidden_states[layer])[0]
+        found = cache.states(text_key(row))
+        assert found.dtype == getattr(torch, dtype)
+        step = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11}[dtype]  # half the distance of two numbers near 1
+        assert bool(((found.float() - expected).abs() <= 1e-5 + 1.01 * step * expected.abs()).all())
+
+
+def test_equal_texts_are_stored_once_and_new_ones_are_added(tmp_path):
+    model = tiny_model()
+    seen = counted(model)
+    cache = filled(tmp_path, model, [*IDS[:10], *IDS[3:8], *IDS[:10]])
+    cache.add(IDS, show_progress=False)
+    cache.add(IDS[::-1], show_progress=False)
+    assert seen == dict.fromkeys(map(tuple, IDS), 1)
+    keys = []
+    for path in shards(tmp_path):
+        with safe_open(path, "np") as file:
+            keys += [bytes(key) for key in file.get_tensor("keys")]
+    assert sorted(keys) == sorted(text_key(row) for row in IDS)
+    assert all(row in cache for row in IDS)
+    assert [*IDS[0], 5] not in cache
+
+
+def test_files_are_mapped_and_an_unknown_text_raises(tmp_path):
+    cache = filled(tmp_path)
+    mapped = features._map_shard(shards(tmp_path)[0])[2]
+    assert type(mapped) is np.memmap
+    with pytest.raises(FeatureCacheError, match="add it"):
+        cache.states(text_key([1, 2, 3]))
+    before = cache.states(text_key(IDS[0])).clone()
+    cache.states(text_key(IDS[0])).zero_()  # what a caller does to its copy stays there
+    assert torch.equal(cache.states(text_key(IDS[0])), before)
+
+
+def test_other_weights_layer_dtype_or_settings_never_share(tmp_path):
+    other = tiny_backbone("llama")
+    other.layers[3].mlp.down_proj.weight.data[31, 63] += 1e-3  # one of thousands of numbers
+    stretched, eager = tiny_backbone("llama"), tiny_backbone("llama")
+    stretched.config.rope_parameters["rope_theta"] = 500.0
+    eager.set_attn_implementation("eager")
+    others = [other, stretched, eager, tiny_backbone("llama", seed=1), tiny_backbone("llama", dtype=torch.bfloat16)]
+    models = [*map(tiny_model, [None, *others]), tiny_model(backbone_layer=2), tiny_model(backbone_layer=3)]
+    folders = [FeatureCache(model, tmp_path, dtype).folder for model in models for dtype in features.STORAGE_DTYPES]
+    assert len(set(folders)) == 3 * len(models)
+    again = tiny_model(seed=1, num_labels=3, label_mean=[1.0] * 3, label_std=[2.0] * 3, objective="mse")
+    again.config.pad_token_id = 7  # as Trainer sets it; head, labels and padding do not touch the states
+    assert FeatureCache(again, tmp_path).folder in folders
+
+
+def test_a_reloaded_checkpoint_finds_its_states(tmp_path):
+    base = save_backbone("llama", tmp_path / "base")
+    model = tiny_model(str(base), backbone_layer=3)
+    filled(tmp_path / "cache", model)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = RelishForSequenceRegression.from_pretrained(tmp_path / "saved")
+    seen = counted(loaded)
+    assert IDS[0] in filled(tmp_path / "cache", loaded)
+    assert not seen
+
+
+def test_unknown_dtype_and_trained_backbone_are_refused(tmp_path):
+    for dtype in ("float64", "int8", ""):
+        with pytest.raises(FeatureCacheError, match=r"\['bfloat16', 'float16', 'float32'\]"):
+            FeatureCache(tiny_model(), tmp_path, dtype)
+    with pytest.raises(FeatureCacheError, match="frozen"):
+        FeatureCache(tiny_model().unfreeze_backbone(), tmp_path)
+
+
+def test_states_beyond_float16_raise_and_are_not_stored(tmp_path):
+    model = tiny_model()
+    model.backbone.norm.weight.data *= 1e6
+    with pytest.raises(NonFiniteStatesError, match=r"last layer.*float16.*bfloat16 or float32"):
+        filled(tmp_path, model, dtype="float16")
+    assert not shards(tmp_path)
+    cache = filled(tmp_path, model, dtype="bfloat16")
+    largest = max(float(cache.states(text_key(row)).float().abs().max()) for row in IDS)
+    assert 65504 < largest < 1e8
+
+
+def test_trainers_run_a_frozen_backbone_once_per_text(tmp_path):
+    model = tiny_model()
+    seen = counted(model)
+    rows = rows_of([*SCORES, *SCORES[:5]], [*TEXTS, *TEXTS[:5]])
+    trainer = make_trainer(tmp_path, model, rows, eval_dataset=ROWS.select(range(9)), num_train_epochs=3)
+    assert len(losses(trainer)) == 12
+    trainer.evaluate()
+    trainer.predict(ROWS)
+    assert seen == dict.fromkeys(map(tuple, IDS), 1)
+    second = tiny_model(seed=1, objective="mse")
+    seen_again = counted(second)
+    losses(make_trainer(tmp_path, second))
+    assert not seen_again
+    losses(make_trainer(tmp_path, second, cache_features=False, num_train_epochs=2))
+    assert set(seen_again.values()) == {2}
+
+
+def test_another_template_gets_its_own_states(tmp_path):
+    for template in ("{text}", "Rate: {text}\nScore:", "{text}{text}"):
+        trainer = make_trainer(tmp_path, tiny_model(prompt_template=template))
+        found = trainer.predict(ROWS).predictions[:, 0]
+        assert found == pytest.approx(trainer.model.predict(TEXTS, TOKENIZER), abs=1e-5)
+
+
+def test_cached_rows_train_a_plain_trainer(tmp_path):
+    rows = FeatureDataset(filled(tmp_path), IDS, {"labels": SCORES, "sample_weight": [1.0] * 24})
+    own, plain = (tiny_model(label_mean=2.0, label_std=1.0) for _ in range(2))
+    kwargs = {"learning_rate": 1e-3}
+    found = losses(make_trainer(tmp_path, plain, rows, Trainer, data_collator=RelishCollator(), **kwargs))
+    assert found == pytest.approx(losses(make_trainer(tmp_path, own, **kwargs)), abs=1e-5)
+
+
+@pytest.fixture
+def stopped_at(tmp_path, monkeypatch):
+    """Fill a cache until its n-th shard, and fail there."""
+
+    def stopped_at(n):
+        write = FeatureCache._write_shard
+
+        def stop(self, path, *args):
+            if int(path.stem) == n:
+                raise KeyboardInterrupt
+            write(self, path, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FeatureCache, "_write_shard", stop)
+            with pytest.raises(KeyboardInterrupt):
+                filled(tmp_path)
+
+    return stopped_at
+
+
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_stopped_cache_goes_on_from_the_last_whole_shard(n, stopped_at, tmp_path, whole):
+    stopped_at(n)
+    kept = shards(tmp_path)
+    assert [path.stem for path in kept] == [f"{i:05d}" for i in range(n)]
+    model = tiny_model()
+    seen = counted(model)
+    filled(tmp_path, model)
+    assert files(tmp_path) == whole
+    stored = sum(len(safe_open(path, "np").get_tensor("keys")) for path in kept)
+    assert sum(seen.values()) == 24 - stored
+
+
+KILL = """
+import os, signal, sys
+import torch; torch.set_num_threads(1)
+from pathlib import Path
+from modeling_relish import FeatureCache, features
+from training import IDS, tiny_model
+model, root = tiny_model(), Path(sys.argv[1])
+save, note = features.save_file, features._write_json
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def half(tensors, path):
+    save(tensors, path)
+    if "00002" in path.name:
+        os.truncate(path, path.stat().st_size // 2)
+        die()
+
+def before(name):
+    return lambda path, values: die() if path.name == name else note(path, values)
+
+for where in ("half", "00003.json", "done.json"):
+    pid = os.fork()
+    if not pid:
+        if where == "half":
+            features.save_file = half
+        else:
+            features._write_json = before(where)
+        FeatureCache(model, root / where, "float32", 40, 60).add(IDS, show_progress=False)
+        os._exit(0)
+    print(where, os.waitpid(pid, 0)[1])
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills forked processes")
+def test_killed_cache_ends_with_the_same_bytes(tmp_path, whole):
+    folder = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)])}
+    command = [sys.executable, "-c", KILL, str(tmp_path)]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    assert out.split() == ["half", "9", "00003.json", "9", "done.json", "9"]
+    assert list((tmp_path / "half").rglob("*00002*.tmp"))
+    assert [p.stem for p in shards(tmp_path / "00003.json")] == ["00000", "00001", "00002", "00003"]
+    for where in ("half", "00003.json", "done.json"):
+        filled(tmp_path / where)
+        assert files(tmp_path / where) == whole, where
+
+
+DAMAGE = {
+    "flipped bit": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "gone": lambda path: path.unlink(),
+    "note gone": lambda path: path.with_suffix(".json").unlink(),
+    "note empty": lambda path: os.truncate(path.with_suffix(".json"), 0),
+    "note of another": lambda path: path.with_suffix(".json").write_text(json.dumps({"size": 1})),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_shard_is_found_told_and_computed_anew(damage, tmp_path, whole, caplog):
+    filled(tmp_path)
+    DAMAGE[damage](shards(tmp_path)[2])
+    model = tiny_model()
+    seen = counted(model)
+    cache = FeatureCache(model, tmp_path, **SMALL)
+    assert "damaged or missing" in caplog.text
+    assert not any(row in cache for row in IDS)
+    cache.add(IDS, show_progress=False)
+    assert files(tmp_path) == whole
+    with safe_open(shards(tmp_path)[2], "np") as file:
+        assert sum(seen.values()) == len(file.get_tensor("keys"))  # nothing else ran
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"shards": 2}'])
+def test_damaged_end_of_a_request_costs_no_run(text, tmp_path, whole):
+    filled(tmp_path)
+    next(tmp_path.rglob("done.json")).write_text(text)
+    model = tiny_model()
+    seen = counted(model)
+    filled(tmp_path, model)
+    assert files(tmp_path) == whole
+    assert not seen
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("name", ["save_file", "_write_json"])
+@pytest.mark.parametrize("error", [FULL, SafetensorError("I/O error: No space left on device (os error 28)")])
+def test_full_disk_is_named_and_leaves_whole_shards_only(name, error, tmp_path, whole, monkeypatch):
+    original = getattr(features, name)
+
+    def full(*args):
+        path = args[1] if name == "save_file" else args[0]
+        if path.name.startswith("00003"):
+            raise error
+        original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(features, name, full)
+        with pytest.raises(FeatureCacheError, match="No space left.*MB free") as caught:
+            filled(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    left = files(tmp_path)
+    assert not [path for path in left if "tmp" in path]
+    assert {path: whole[path] for path in left} == left
+    filled(tmp_path)
+    assert files(tmp_path) == whole
+
+
+def test_other_shard_sizes_do_not_mix(stopped_at, tmp_path):
+    stopped_at(2)
+    cache = filled(tmp_path, shard_tokens=200)
+    assert all(len(cache.states(text_key(row))) == len(row) for row in IDS)
+
+
+def test_two_processes_write_what_one_writes(tmp_path, whole):
+    first, second = (FeatureCache(tiny_model(), tmp_path, **SMALL) for _ in range(2))
+    second.add(IDS, show_progress=False, rank=1, world=2)
+    with pytest.raises(FeatureCacheError, match="the first is 0"):
+        second.refresh(IDS)  # nothing is closed while shards are missing
+    first.add(IDS, show_progress=False, rank=0, world=2)
+    assert IDS[0] not in first
+    first.refresh(IDS)
+    second.refresh(IDS, is_main=False)
+    assert files(tmp_path) == whole
+    for row in IDS:
+        assert torch.equal(first.states(text_key(row)), second.states(text_key(row)))
