@@ -20,8 +20,8 @@ import typer
 from transformers import AutoTokenizer, set_seed
 
 from modeling_relish import RelishForSequenceRegression, RelishTrainer, RelishTrainingArguments, __version__
-from modeling_relish.backbone_relish import resolve_backbone
-from modeling_relish.cli import DEFAULT_BACKBONE, METRICS, compute_dtype, write_json
+from modeling_relish.base_model_relish import resolve_backbone
+from modeling_relish.cli_shared import DEFAULT_BACKBONE, METRICS, compute_dtype, write_json
 from modeling_relish.data import Columns, label_matrix, load_splits
 from modeling_relish.metrics import regression_metrics
 

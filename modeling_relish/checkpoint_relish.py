@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 
-from .backbone_relish import (
-    BackboneError,
+from .backbone_relish import BackboneError, cut_backbone
+from .base_model_relish import (
     BackboneMismatchError,
     backbone_fingerprint,
     bare_model,
-    cut_backbone,
     fingerprints_differ,
     load_backbone,
     resolve_backbone,

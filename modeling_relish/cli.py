@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
-from collections.abc import Iterator
 from enum import Enum
-from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,17 +13,32 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .cli_shared import (
+    DEFAULT_BACKBONE,
+    check_columns,
+    choose_layer,
+    chunks,
+    compute_dtype,
+    console,
+    default_template,
+    find_layer,
+    load_model,
+    say,
+    score_rows,
+    show_metrics,
+    strip_prefix,
+    target_columns,
+    write_json,
+)
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     help="Fine-tune a small head on a frozen language model to answer with a number.",
 )
-console = Console()
 errors = Console(stderr=True)
 
-DEFAULT_BACKBONE = "embedded:SmolLM2-135M-Instruct"
 CHUNK_ROWS = 1024
-METRICS = ("pearson", "spearman", "nrmse", "rmse", "mae")
 
 
 class Head(str, Enum):
@@ -84,7 +95,9 @@ def train(
     test: Annotated[str | None, typer.Option(help="Table to report on; default: a tenth of the rows.")] = None,
     backbone: Annotated[str, typer.Option(help="Hub id, folder, or embedded:NAME.")] = DEFAULT_BACKBONE,
     revision: Annotated[str | None, typer.Option(help="Of the backbone on the hub.")] = None,
-    backbone_layer: Annotated[str, typer.Option(help="A layer's number, 'middle' or 'last'.")] = "middle",
+    backbone_layer: Annotated[
+        str, typer.Option(help="A layer's number, 'middle', 'last', or 'auto' to search.")
+    ] = "middle",
     head: Annotated[Head, typer.Option(help="relish, linear or mlp.")] = Head.relish,
     pooling: Annotated[str, typer.Option(help="mean, last or first token (linear, mlp).")] = "mean",
     objective: Annotated[Objective, typer.Option(help="huber or mse.")] = Objective.huber,
@@ -111,7 +124,7 @@ def train(
     """Train a regressor on a table, report it on held-out rows and save it."""
     from transformers import AutoTokenizer, set_seed
 
-    from .backbone_relish import resolve_backbone
+    from .base_model_relish import resolve_backbone
     from .data import Columns, guess_text_columns, load_splits
     from .modeling_relish import RelishForSequenceRegression
     from .text_relish import PromptTemplate
@@ -133,16 +146,17 @@ def train(
     template = template or default_template(text_columns)
     columns = Columns(text=text_columns, label=tuple(label), weight=weight)
     splits = load_splits(data, columns, validation=validation, test=test, seed=seed)
-    layer = choose_layer(backbone, backbone_layer, revision)
-    _say_plan(splits, template, backbone, layer)
-
-    set_seed(seed)
+    say(f"rows: {', '.join(f'{name} {len(split)}' for name, split in splits.items())}\nprompt: {template!r}")
     scale = {} if label_min is None else {"label_min": [label_min] * len(label), "label_max": [label_max] * len(label)}
-    model = RelishForSequenceRegression.from_backbone(
-        backbone, revision=revision, backbone_layer=layer, head_type=head.value, pooling=pooling, num_labels=len(label),
-        prompt_template=template, max_length=max_length, objective=objective.value,
-        dtype="float32" if train_backbone else compute_dtype(), **scale,
-    )  # fmt: skip
+
+    def start(layer: int | None, **more: Any) -> RelishForSequenceRegression:
+        set_seed(seed)
+        return RelishForSequenceRegression.from_backbone(
+            backbone, revision=revision, backbone_layer=layer, head_type=head.value, pooling=pooling, num_labels=len(label),
+            prompt_template=template, max_length=max_length, objective=objective.value,
+            dtype="float32" if train_backbone else compute_dtype(), **scale, **more,
+        )  # fmt: skip
+
     tokenizer = AutoTokenizer.from_pretrained(
         resolve_backbone(backbone), **({"revision": revision} if revision else {})
     )
@@ -155,6 +169,12 @@ def train(
         load_best_model_at_end=True, metric_for_best_model="pearson", greater_is_better=True, warmup_steps=0.1,
         report_to="none", seed=seed,
     )  # fmt: skip
+    if backbone_layer == "auto":
+        best, found = find_layer(start, splits, tokenizer, args, work, resume=resume)
+        model = start(best, layer_search=found)
+    else:
+        model = start(choose_layer(backbone, backbone_layer, revision))
+    say(f"backbone: {backbone}, {model.config.layer_name}")
     trainer = RelishTrainer(
         model, args, train_dataset=splits["train"], eval_dataset=splits["validation"], processing_class=tokenizer
     )
@@ -163,11 +183,50 @@ def train(
     if "test" in splits:
         report["test"] = trainer.evaluate(splits["test"], metric_key_prefix="test")
     trainer.save_model(str(output))
-    (output / "training_args.bin").unlink(missing_ok=True)  # a pickle, with this machine's paths in it
     write_json(output / "metrics.json", {name: strip_prefix(metrics, name) for name, metrics in report.items()})
     shutil.rmtree(work)
     show_metrics({name: strip_prefix(metrics, name) for name, metrics in report.items()})
     say(f"saved to {output}; use it with: relish predict {output} table.csv --output scored.csv")
+
+
+cache = typer.Typer(no_args_is_help=True, help="The feature cache: what a frozen backbone said, kept on disk.")
+app.add_typer(cache, name="cache")
+
+
+@cache.command("ls")
+def cache_ls(
+    folder: Annotated[Path | None, typer.Option(help="Feature folder; default: the library's.")] = None,
+) -> None:
+    """List the caches with their backbone, layers, texts and sizes."""
+    from .feature_files import list_caches
+
+    table = Table("cache", "backbone", "layers", "dtype", "texts", "tokens", "MB")
+    for entry in list_caches(folder):
+        table.add_row(
+            entry.name, escape(entry.backbone), entry.layers, entry.dtype, f"{entry.texts}", f"{entry.tokens}",
+            f"{entry.size / 1e6:.1f}",
+        )  # fmt: skip
+    console.print(table)
+
+
+@cache.command("clear")
+def cache_clear(
+    names: Annotated[list[str] | None, typer.Argument(help="Caches to remove, by name; none = all.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Feature folder; default: the library's.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove caches; they are computed anew when they are needed."""
+    from .feature_files import list_caches
+
+    entries = [e for e in list_caches(folder) if not names or e.name in names]
+    if unknown := set(names or []) - {e.name for e in entries}:
+        raise ValueError(f"no cache named {sorted(unknown)}; see `relish cache ls`.")
+    size = sum(e.size for e in entries)
+    if not yes:
+        typer.confirm(f"Remove {len(entries)} cache(s), {size / 1e6:.1f} MB?", abort=True)
+    for entry in entries:
+        shutil.rmtree(entry.folder)
+    say(f"{len(entries)} cache(s) removed, {size / 1e6:.1f} MB")
 
 
 @app.command()
@@ -229,113 +288,3 @@ def evaluate(
     show_metrics({Path(data).name: metrics})
     if output is not None:
         write_json(output, metrics)
-
-
-# ---------------------------------------------------------------------- what the commands share
-
-
-def default_template(columns: tuple[str, ...]) -> str:
-    """Return the prompt for a table without a template: the columns by name, then what asks for the score."""
-    if len(columns) == 1:
-        return f"Text: {{{columns[0]}}}\nScore:"
-    return "\n".join(f"{name}: {{{name}}}" for name in columns) + "\nScore:"
-
-
-def choose_layer(backbone: str, layer: str, revision: str | None = None) -> int | None:
-    """Turn 'last', 'middle' or a number into a layer; 'middle' is just over half way, where states were read best."""
-    from .backbone_relish import whole_config
-
-    if layer == "last":
-        return None
-    if layer == "middle":
-        total = whole_config(backbone, {"revision": revision} if revision else {}).num_hidden_layers
-        return max(1, round(total * 8 / 15))
-    if not layer.isdigit():
-        raise ValueError(f"--backbone-layer is a layer's number, 'middle' or 'last', got {layer!r}.")
-    return int(layer)
-
-
-def compute_dtype() -> str:
-    """Return bfloat16 where the processor computes in it, else float32: emulated, it is slower than float32."""
-    import torch
-
-    if torch.cuda.is_available():
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
-    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
-
-
-def load_model(name: str) -> Any:
-    """Load a trained model for scoring."""
-    from .modeling_relish import RelishForSequenceRegression
-
-    return RelishForSequenceRegression.from_pretrained(name)
-
-
-def score_rows(scorer: Any, texts: list[dict[str, str]], source: str, done: int = 0, **kwargs: Any) -> Any:
-    """Predict; a text that is too long is told with its table and its row there, `done` rows after the first."""
-    from .text_relish import TextTooLongError
-
-    try:
-        return scorer.predict(texts, **kwargs)
-    except TextTooLongError as error:
-        place = re.sub(r"^row (\d+)", lambda found: f"{source}, row {done + int(found[1]) + 1}", str(error))
-        raise TextTooLongError(place) from None
-
-
-def target_columns(config: Any, column: str) -> list[str]:
-    """Name the new columns: one for one target, with the targets' names for several."""
-    return [column] if config.num_labels == 1 else [f"{column}_{name}" for name in config.target_names]
-
-
-def check_columns(
-    rows: list[dict[str, Any]], fields: tuple[str, ...], names: list[str], source: str, done: int
-) -> None:
-    """Refuse rows without the template's columns, or with a column that the prediction would overwrite."""
-    from .data import TableError
-
-    for number, row in enumerate(rows, start=done + 1):
-        if missing := [f for f in fields if f not in row]:
-            raise TableError(
-                f"{source}, row {number}: there is no column {missing}; the model's template needs {list(fields)}, the table has "
-                f"{list(row)}."
-            )
-        if taken := [n for n in names if n in row]:
-            raise TableError(f"{source} has a column {taken} already; choose another name with --column.")
-
-
-def chunks(rows: Iterator[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
-    """Cut a stream of rows into lists of at most `size`."""
-    for first in rows:
-        yield list(chain([first], islice(rows, size - 1)))
-
-
-def strip_prefix(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-    """Drop Trainer's prefix and its timings."""
-    short = {name.removeprefix(f"{prefix}_"): value for name, value in metrics.items()}
-    return {k: v for k, v in short.items() if k.startswith(METRICS)}
-
-
-def say(text: str) -> None:
-    """Print as it is: names in brackets are no markup, and a path is not broken."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def show_metrics(rows: dict[str, dict[str, float]]) -> None:
-    """Print one line of metrics per split."""
-    table = Table("", *METRICS)
-    for name, metrics in rows.items():
-        table.add_row(escape(name), *(f"{metrics[m]:.4f}" for m in METRICS))
-    console.print(table)
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write JSON to a temporary name and rename it."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(values, indent=2) + "\n")
-    temporary.replace(path)
-
-
-def _say_plan(splits: Any, template: str, backbone: str, layer: int | None) -> None:
-    sizes = ", ".join(f"{name} {len(split)}" for name, split in splits.items())
-    where = "the last layer" if layer is None else f"layer {layer}"
-    say(f"rows: {sizes}\nprompt: {template!r}\nbackbone: {backbone}, {where}")

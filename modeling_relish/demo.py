@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, set_seed
 
-from .cli import DEFAULT_BACKBONE, compute_dtype
+from .cli_shared import DEFAULT_BACKBONE, compute_dtype, write_json
 from .data import Columns, label_matrix, load_splits
 from .embedded import fetch_backbone, fetch_lexicon, fetch_tweets
 from .metrics import regression_metrics
@@ -78,8 +78,6 @@ def main(
         model.save_pretrained(output)
         tokenizer().save_pretrained(output)
     if json_file is not None:
-        from .cli import write_json
-
         write_json(json_file, {"seed": seed, "epochs": epochs, "test": results})
 
 

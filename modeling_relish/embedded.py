@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .backbone_relish import cache_root
+from .base_model_relish import cache_root
 from .embedded_packages import PACKAGES, Archive, Package
 
 logger = logging.getLogger(__name__)

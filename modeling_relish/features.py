@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
-from .backbone_relish import cache_root, check_finite, weights_digest
+from .backbone_relish import check_finite
+from .base_model_relish import cache_root, weights_digest
 from .modeling_relish import RelishForSequenceRegression
 from .text_relish import pad_batch
 
@@ -33,6 +34,9 @@ logger = logging.get_logger(__name__)
 STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BATCH_TOKENS = 2048
 SHARD_TOKENS = 65536
+
+
+Row = tuple[int, bytes, list[int]]  # tokens, key, token ids
 
 
 class FeatureCacheError(ValueError):
@@ -87,7 +91,7 @@ class FeatureCache:
             "weights": weights_digest(backbone),
             # The backbone's own, not the model's copy, in which Trainer and TRL may set a pad token.
             "config": json.loads(backbone.config.to_json_string(use_diff=False)) | {"_name_or_path": ""},
-            "layer": config.backbone_layer,
+            "layers": config.read_layers,
             "compute_dtype": str(backbone.dtype),
             "storage_dtype": str(self.dtype),
             "attention": backbone.config._attn_implementation,
@@ -116,10 +120,7 @@ class FeatureCache:
         if not shards:
             return
         request.mkdir(exist_ok=True)
-        total = sum(n for rows in shards for n, _, _ in rows)
-        with logging.tqdm(
-            total=total, desc="features", unit="token", unit_scale=True, disable=not show_progress
-        ) as bar:
+        with _progress(shards, show_progress) as bar:
             for number, rows in enumerate(shards):
                 path = request / f"{number:05d}.safetensors"
                 if number % world == rank and not _is_whole(path):
@@ -147,7 +148,7 @@ class FeatureCache:
         elif shards:
             self._open_request(request)
 
-    def _plan(self, ids: Sequence[Sequence[int]]) -> tuple[Path, list[list[tuple[int, bytes, list[int]]]]]:
+    def _plan(self, ids: Sequence[Sequence[int]]) -> tuple[Path, list[list[Row]]]:
         """Return the folder and the shards of what is not there yet, the same for every process that asks."""
         distinct = {text_key(t): list(t) for t in ids}
         new = sorted((len(t), key, t) for key, t in distinct.items() if key not in self._where)
@@ -162,20 +163,17 @@ class FeatureCache:
             raise self._unwritable(request, error) from error
         self._open_request(request)
 
-    @torch.no_grad()
-    def _write_shard(self, path: Path, rows: list[tuple[int, bytes, list[int]]], bar: Any) -> None:
-        D = self.model.config.hidden_size
+    def _write_shard(self, path: Path, rows: list[Row], bar: Any) -> None:
+        self._save_shard(path, rows, run_rows(self.model, rows, self.dtype, self.batch_tokens, bar))
+
+    def _save_shard(self, path: Path, rows: list[Row], states: torch.Tensor) -> None:
         offsets = np.concatenate([[0], np.cumsum([n for n, _, _ in rows])])
-        states = torch.empty((int(offsets[-1]), D), dtype=self.dtype)
-        row = 0
-        for batch in _batches(rows, self.batch_tokens):
-            hidden = self._run([t for _, _, t in batch])
-            for i, (n, _, _) in enumerate(batch):
-                states[offsets[row] : offsets[row + 1]] = hidden[i, :n]
-                row += 1
-            bar.update(sum(n for n, _, _ in batch))
         keys = np.frombuffer(b"".join(key for _, key, _ in rows), dtype=np.uint8).reshape(len(rows), -1)
-        tensors = {"states": states, "offsets": torch.from_numpy(offsets), "keys": torch.from_numpy(keys.copy())}
+        tensors = {
+            "states": states.contiguous(),
+            "offsets": torch.from_numpy(offsets),
+            "keys": torch.from_numpy(keys.copy()),
+        }
         temporary = _temporary(path)
         try:
             save_file(tensors, temporary)
@@ -193,17 +191,6 @@ class FeatureCache:
             f"the feature cache could not write {path} ({error}; {free / 1e6:.0f} MB free). Whole shards stay; free some "
             "space or choose another folder (features_dir, RELISH_HOME) and start again."
         )
-
-    def _run(self, texts: list[list[int]]) -> torch.Tensor:
-        ids, mask = pad_batch(texts, self.model.config.pad_token_id)
-        device = self.model.device
-        mask_tensor = torch.tensor(mask, device=device)
-        states, _ = self.model.token_states(torch.tensor(ids, device=device), mask_tensor)
-        stored = states.to(self.dtype)
-        layer = self.model.config.backbone_layer
-        where = "last layer" if layer is None else f"layer {layer}"
-        check_finite(stored, mask_tensor, f"{where}, in the feature cache")
-        return stored.cpu()
 
     # ------------------------------------------------------------------ read
 
@@ -260,13 +247,76 @@ class FeatureDataset(torch.utils.data.Dataset):
         return {"hidden_states": states, **{name: values[index] for name, values in self.columns.items()}}
 
 
+def fill_layers(
+    caches: Sequence[FeatureCache],
+    reader: RelishForSequenceRegression,
+    ids: Sequence[Sequence[int]],
+    *,
+    show_progress: bool = True,
+) -> None:
+    """Fill the caches of several layers of one backbone in one pass.
+
+    Args:
+        caches: One per layer, in the order of `reader.config.backbone_layers`, alike in dtype and sizes.
+        reader: A model that reads all of these layers.
+        ids: Token ids of every text.
+        show_progress: A bar over tokens.
+    """
+    plans = [cache._plan(ids) for cache in caches]
+    if len({request.name for request, _ in plans}) > 1:  # some hold texts that others do not
+        for cache in caches:
+            cache.add(ids, show_progress=show_progress)
+        return
+    shards = plans[0][1]
+    with _progress(shards, show_progress) as bar:
+        for number, rows in enumerate(shards):
+            paths = [request / f"{number:05d}.safetensors" for request, _ in plans]
+            if all(_is_whole(path) for path in paths):
+                bar.update(sum(n for n, _, _ in rows))
+                continue
+            states = run_rows(reader, rows, caches[0].dtype, caches[0].batch_tokens, bar)
+            for cache, path, part in zip(caches, paths, states.chunk(len(caches), dim=-1), strict=True):
+                path.parent.mkdir(exist_ok=True)
+                cache._save_shard(path, rows, part)
+    for cache, (request, _) in zip(caches, plans, strict=True):
+        if shards:
+            cache._finish(request, len(shards))
+
+
+@torch.no_grad()
+def run_rows(
+    model: RelishForSequenceRegression, rows: list[Row], dtype: torch.dtype, batch_tokens: int, bar: Any
+) -> torch.Tensor:
+    """Run the backbone over rows in batches of a token budget; return (sum of T, state size) in the storage dtype.
+
+    Raises:
+        NonFiniteStatesError: if a state is not finite in that dtype.
+    """
+    states = torch.empty((sum(n for n, _, _ in rows), model.config.state_size), dtype=dtype)
+    start = 0
+    for batch in _batches(rows, batch_tokens):
+        ids, mask = (torch.tensor(x, device=model.device) for x in pad_batch([t for _, _, t in batch], None))
+        stored = model.token_states(ids, mask)[0].to(dtype)
+        check_finite(stored, mask, f"{model.config.layer_name}, in the feature cache")
+        for i, (n, _, _) in enumerate(batch):
+            states[start : start + n] = stored[i, :n]
+            start += n
+        bar.update(sum(n for n, _, _ in batch))
+    return states
+
+
+def _progress(shards: list[list[Row]], show: bool) -> Any:
+    total = sum(n for rows in shards for n, _, _ in rows)
+    return logging.tqdm(total=total, desc="features", unit="token", unit_scale=True, disable=not show)
+
+
 def text_key(ids: Sequence[int]) -> bytes:
     """Digest token ids to 16 bytes, the name of a text in the cache."""
     return hashlib.blake2b(np.asarray(ids, dtype=np.int64).tobytes(), digest_size=16).digest()
 
 
-def _split(rows: list[tuple[int, bytes, list[int]]], tokens: int) -> list[list[tuple[int, bytes, list[int]]]]:
-    parts: list[list[tuple[int, bytes, list[int]]]] = [[]]
+def _split(rows: list[Row], tokens: int) -> list[list[Row]]:
+    parts: list[list[Row]] = [[]]
     filled = 0
     for row in rows:
         if parts[-1] and filled + row[0] > tokens:
@@ -277,9 +327,9 @@ def _split(rows: list[tuple[int, bytes, list[int]]], tokens: int) -> list[list[t
     return parts
 
 
-def _batches(rows: list[tuple[int, bytes, list[int]]], tokens: int) -> list[list[tuple[int, bytes, list[int]]]]:
+def _batches(rows: list[Row], tokens: int) -> list[list[Row]]:
     """Cut length-sorted rows into batches of at most `tokens`, padding included (the last row of a batch is its longest)."""
-    batches: list[list[tuple[int, bytes, list[int]]]] = [[]]
+    batches: list[list[Row]] = [[]]
     for row in rows:
         if batches[-1] and (len(batches[-1]) + 1) * row[0] > tokens:
             batches.append([])

@@ -14,7 +14,14 @@ from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import logging
 
-from .backbone_relish import build_backbone, check_finite, check_rows, position_ids_from_mask, resolve_backbone
+from .backbone_relish import (
+    build_backbone,
+    check_finite,
+    check_rows,
+    layer_states,
+    position_ids_from_mask,
+)
+from .base_model_relish import resolve_backbone
 from .checkpoint_relish import RelishPreTrainedModel
 from .configuration_relish import RelishConfig
 from .head_relish import RelishHead, build_head
@@ -209,8 +216,7 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
             if self.config.backbone_layers is None:
                 return self.backbone(**kwargs).last_hidden_state
-            states = self.backbone(**kwargs, output_hidden_states=True).hidden_states
-            return torch.cat([states[layer] for layer in self.config.backbone_layers], dim=-1)
+            return layer_states(self.backbone, self.config.backbone_layers, **kwargs)
 
     def _label_scale(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         K = len(self.config.target_names)

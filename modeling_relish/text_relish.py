@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers.utils import logging
 
+from .configuration_relish import TRUNCATIONS
+
 logger = logging.get_logger(__name__)
+
+# A column's name, spaces and all, but nothing that could mean an attribute, an index or a format.
+_FIELD = re.compile(r"[^\s.\[\]{}!:]([^.\[\]{}!:]*[^\s.\[\]{}!:])?")
 
 
 class TemplateError(ValueError):
@@ -43,7 +49,7 @@ class PromptTemplate:
                 f"prompt template {template!r} does not parse: {error}. Literal braces are {{{{ and }}}}."
             ) from error
         for literal, field, spec, conversion in parsed:
-            if field is not None and (not field.isidentifier() or spec or conversion):
+            if field is not None and (not _FIELD.fullmatch(field) or field.isdigit() or spec or conversion):
                 raise TemplateError(
                     f"prompt template {template!r}: a field is a plain name such as {{text}}, got {{{field}"
                     f"{'!' + conversion if conversion else ''}{':' + spec if spec else ''}}}."
@@ -121,6 +127,8 @@ def encode_rows(
         TextTooLongError: under `"error"`, or where even the template without text is too long.
         TemplateError: for a row that does not fit the template.
     """
+    if truncation not in TRUNCATIONS:
+        raise ValueError(f"truncation must be one of {list(TRUNCATIONS)}, got {truncation!r}.")
     max_length = min(max_length, tokenizer.model_max_length)
     cut = total = 0
     for index, example in enumerate(examples):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
@@ -120,6 +122,11 @@ class RelishTrainer(Trainer):
             return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
         return super()._get_eval_sampler(eval_dataset)
 
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        # Trainer pickles its arguments beside the weights: machine paths that nothing reads, in a format that runs code.
+        (Path(output_dir or self.args.output_dir or ".") / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+
     # ------------------------------------------------------------------ labels
 
     def _measure_labels(self, dataset: Any) -> None:
@@ -212,37 +219,13 @@ class RelishTrainer(Trainer):
             return dataset
         if {"hidden_states", "inputs_embeds"} & set(_column_names(dataset)):
             return dataset
-        ids = self._token_ids(dataset, name)
+        ids = token_ids(dataset, name, self.relish.config, self.processing_class)
         columns = self._columns(dataset, name, is_train)
         prepared: Any = (
             FeatureDataset(self._cached(ids), ids, columns) if self._caches() else TokenDataset(ids, columns)
         )
         self._prepared[id(dataset)] = (dataset, prepared)
         return prepared
-
-    def _token_ids(self, dataset: Any, name: str) -> list[list[int]]:
-        present = _column_names(dataset)
-        config = self.relish.config
-        if "input_ids" in present:
-            ids = _column(dataset, "input_ids") or []
-            masks = _column(dataset, "attention_mask" if "attention_mask" in present else None)
-            masks = masks or [[1] * len(row) for row in ids]
-            kept = [[int(t) for t, m in zip(row, mask, strict=True) if m] for row, mask in zip(ids, masks, strict=True)]
-            if [] in kept:
-                raise TableError(
-                    f"{name} data, row {kept.index([]) + 1}: it has no token, or its attention_mask is all zero."
-                )
-            return kept
-        template = PromptTemplate(config.prompt_template)
-        if missing := [f for f in template.fields if f not in present]:
-            raise TableError(
-                f"the {name} data has no column {missing}, which the prompt template {template.template!r} names; its columns "
-                f"are {present}."
-            )
-        if self.processing_class is None:
-            raise ValueError("text columns need processing_class=tokenizer.")
-        rows = ({f: row[f] for f in template.fields} for row in dataset)
-        return list(encode_rows(rows, template, self.processing_class, config.max_length, config.truncation))
 
     def _columns(self, dataset: Any, name: str, is_train: bool) -> dict[str, np.ndarray]:
         columns: dict[str, np.ndarray] = {}
@@ -280,6 +263,31 @@ class RelishTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             self._cache.refresh(ids, is_main=False)
         return self._cache
+
+
+def token_ids(dataset: Any, name: str, config: Any, tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of every row's prompt: from `input_ids`, without padding, or from the template's text columns."""
+    present = _column_names(dataset)
+    if "input_ids" in present:
+        ids = _column(dataset, "input_ids") or []
+        masks = _column(dataset, "attention_mask" if "attention_mask" in present else None)
+        masks = masks or [[1] * len(row) for row in ids]
+        kept = [[int(t) for t, m in zip(row, mask, strict=True) if m] for row, mask in zip(ids, masks, strict=True)]
+        if [] in kept:
+            raise TableError(
+                f"{name} data, row {kept.index([]) + 1}: it has no token, or its attention_mask is all zero."
+            )
+        return kept
+    template = PromptTemplate(config.prompt_template)
+    if missing := [f for f in template.fields if f not in present]:
+        raise TableError(
+            f"the {name} data has no column {missing}, which the prompt template {template.template!r} names; its columns "
+            f"are {present}."
+        )
+    if tokenizer is None:
+        raise ValueError("text columns need processing_class=tokenizer.")
+    rows = ({f: row[f] for f in template.fields} for row in dataset)
+    return list(encode_rows(rows, template, tokenizer, config.max_length, config.truncation))
 
 
 def _relish_model(model: Any) -> RelishForSequenceRegression:

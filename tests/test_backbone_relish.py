@@ -6,15 +6,8 @@ from tiny import BACKBONES, random_batch, save_backbone, tiny_backbone
 from transformers import AutoModel, AutoModelForCausalLM, T5Config
 
 from modeling_relish import RelishForSequenceRegression
-from modeling_relish.backbone_relish import (
-    BackboneError,
-    EmptyRowError,
-    NonFiniteStatesError,
-    backbone_fingerprint,
-    cut_backbone,
-    fingerprints_differ,
-    load_backbone,
-)
+from modeling_relish.backbone_relish import BackboneError, EmptyRowError, NonFiniteStatesError, cut_backbone
+from modeling_relish.base_model_relish import backbone_fingerprint, fingerprints_differ, load_backbone
 from modeling_relish.configuration_relish import RelishConfigError
 
 KINDS = sorted(BACKBONES)
@@ -56,6 +49,11 @@ def test_cutting_a_loaded_model_leaves_it_as_it_was_and_shares_its_weights(kind)
     assert whole.config.num_hidden_layers == 4
     with torch.no_grad():
         assert torch.equal(whole(**batch).last_hidden_state, expected)
+        # asking both for their hidden states does not mix them up, though they share their layers
+        own = cut(**batch, output_hidden_states=True).hidden_states
+        all_states = whole(**batch, output_hidden_states=True).hidden_states
+    assert (len(own), len(all_states)) == (3, 5)
+    assert torch.equal(own[2], all_states[2])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,8 @@ from tiny import BACKBONES, TEXTS, TOKENIZERS, byte_bpe_tokenizer, save_backbone
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from modeling_relish import RelishConfig, RelishForSequenceRegression
-from modeling_relish.backbone_relish import BackboneError, BackboneMismatchError
+from modeling_relish.backbone_relish import BackboneError
+from modeling_relish.base_model_relish import BackboneMismatchError
 
 TEMPLATE = "Text: {text}\nScore:"
 

@@ -1,0 +1,165 @@
+"""The base model that a head was trained on: found by its name, loaded, recognised by its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from .backbone_relish import (
+    BackboneError,
+    check_architecture,
+    cut_backbone,
+    cut_config,
+    model_kwargs,
+    remove_final_norm,
+    shallow_copy,
+)
+
+EMBEDDED_PREFIX = "embedded:"
+
+
+class BackboneMismatchError(BackboneError):
+    """The base model's weights are not those that the head was trained on."""
+
+
+def cache_root() -> Path:
+    """Return the folder of everything the library keeps on this machine: `RELISH_HOME`, or one in the user's cache."""
+    return Path(os.environ.get("RELISH_HOME") or "~/.cache/modeling_relish").expanduser().absolute()
+
+
+def resolve_backbone(name_or_path: str) -> str:
+    """Turn `embedded:NAME` into the folder of a backbone fetched from the package registry; others stay as they are."""
+    if not name_or_path.startswith(EMBEDDED_PREFIX):
+        return name_or_path
+    name = name_or_path.removeprefix(EMBEDDED_PREFIX)
+    folder = cache_root() / "backbones" / name
+    if not (folder / "config.json").is_file():
+        raise BackboneError(
+            f"the embedded backbone {name!r} is not on this machine ({folder} is missing). Fetch it with "
+            f"`python -m modeling_relish.embedded {name}`, or set RELISH_HOME to the folder that has it."
+        )
+    return str(folder)
+
+
+def whole_config(name: str, hub: dict[str, Any]) -> PreTrainedConfig:
+    """Read the text configuration of a whole backbone, by its name."""
+    try:
+        return AutoConfig.from_pretrained(resolve_backbone(name), **hub).get_text_config()
+    except (OSError, ValueError) as error:
+        raise BackboneError(f"the base model {name!r} cannot be loaded: {error}") from error
+
+
+def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) -> PreTrainedModel:
+    """Load a backbone's weights, only those of the first `layer` layers.
+
+    Args:
+        name_or_path: Hub id, folder, or `embedded:NAME`.
+        layer: Where to cut; `None` keeps every layer.
+        **kwargs: For `AutoModel.from_pretrained`: revision, dtype, device_map, quantization_config, token, ...
+
+    Raises:
+        BackboneError: if it is not found, is an encoder-decoder, cannot be cut, or lacks weights.
+    """
+    path = resolve_backbone(name_or_path)
+    hub = {
+        k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only", "force_download") if k in kwargs
+    }
+    try:
+        whole = AutoConfig.from_pretrained(path, **hub)
+    except (OSError, ValueError) as error:
+        raise BackboneError(f"the base model {name_or_path!r}{_at(hub)} cannot be loaded: {error}") from error
+    text_config = whole.get_text_config()
+    check_architecture(text_config)
+    if text_config is not whole:  # a multimodal model: its language part has the weights under a prefix of its own
+        config, extra = whole, {}
+    else:
+        config, extra = cut_config(whole, layer), model_kwargs(whole)
+    backbone = _from_pretrained(path, name_or_path, config, {**extra, **kwargs})
+    if text_config is not whole:
+        return cut_backbone(bare_model(backbone), layer)
+    if layer is not None and layer != whole.num_hidden_layers:
+        remove_final_norm(backbone)
+    return backbone
+
+
+def _from_pretrained(path: str, name: str, config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # the layers above the cut are reported as unexpected; what is missing is checked below
+    try:
+        backbone, info = AutoModel.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
+    except OSError as error:
+        raise BackboneError(f"the base model {name!r}{_at(kwargs)} cannot be loaded: {error}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
+    if missing:
+        raise BackboneError(
+            f"the base model {name!r} lacks {len(missing)} weights, as {missing[:3]}; it would be partly random."
+        )
+    return backbone
+
+
+def _at(kwargs: Mapping[Any, Any]) -> str:
+    return f" at revision {kwargs['revision']!r}" if kwargs.get("revision") else ""
+
+
+def bare_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the bare text model inside a loaded one: without language-model head, without vision tower."""
+    model = getattr(model, "base_model", model)
+    return getattr(model, "language_model", model)
+
+
+def without_pooler(backbone: PreTrainedModel) -> PreTrainedModel:
+    """Return a loaded BERT-like encoder without its pooler, the given object left as it is."""
+    if getattr(backbone, "pooler", None) is None:
+        return backbone
+    shell = shallow_copy(backbone)
+    shell._modules["pooler"] = None
+    return shell
+
+
+@torch.no_grad()
+def weights_digest(backbone: nn.Module) -> str:
+    """Digest every byte of a backbone's weights and their names; a second or so per GB."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(backbone.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def backbone_fingerprint(backbone: nn.Module) -> str | None:
+    """Digest a backbone's weights cheaply: name, shape and 16 spread values of every tensor.
+
+    fp32 is rounded to bf16, so that a checkpoint digests alike in both. The text before the colon names the dtypes: digests
+    can be compared only where it is equal. `None` while the weights are on the meta device.
+    """
+    digest = hashlib.sha256()
+    dtypes = set()
+    for name, parameter in sorted(backbone.named_parameters()):
+        if parameter.is_meta:
+            return None
+        flat = parameter.detach().reshape(-1)
+        where = torch.linspace(0, flat.numel() - 1, 16, dtype=torch.float64).long().to(flat.device)
+        values = flat[where]
+        values = values.to(torch.bfloat16) if values.dtype == torch.float32 else values
+        dtypes.add(str(values.dtype).removeprefix("torch."))
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(values.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return f"{'+'.join(sorted(dtypes))}:{digest.hexdigest()[:32]}"
+
+
+def fingerprints_differ(one: str | None, other: str | None) -> bool:
+    """Whether two digests are comparable and say that the weights are not the same."""
+    if not one or not other:
+        return False
+    return one.split(":")[0] == other.split(":")[0] and one != other

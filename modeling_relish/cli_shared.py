@@ -1,0 +1,145 @@
+"""What the commands of `relish` share: defaults, scoring a chunk, tables on the screen, JSON on disk."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+console = Console()
+
+DEFAULT_BACKBONE = "embedded:SmolLM2-135M-Instruct"
+METRICS = ("pearson", "spearman", "nrmse", "rmse", "mae")
+
+
+def default_template(columns: tuple[str, ...]) -> str:
+    """Return the prompt for a table without a template: the columns by name, then what asks for the score."""
+    if len(columns) == 1:
+        return f"Text: {{{columns[0]}}}\nScore:"
+    return "\n".join(f"{name}: {{{name}}}" for name in columns) + "\nScore:"
+
+
+def choose_layer(backbone: str, layer: str, revision: str | None = None) -> int | None:
+    """Turn 'last', 'middle' or a number into a layer; 'middle' is just over half way, where states were read best."""
+    from .base_model_relish import whole_config
+
+    if layer == "last":
+        return None
+    if layer == "middle":
+        total = whole_config(backbone, {"revision": revision} if revision else {}).num_hidden_layers
+        return max(1, round(total * 8 / 15))
+    if not layer.isdigit():
+        raise ValueError(f"--backbone-layer is a layer's number, 'middle', 'last' or 'auto', got {layer!r}.")
+    return int(layer)
+
+
+def find_layer(
+    start: Callable[..., Any], splits: Any, tokenizer: Any, args: Any, work: Path, *, resume: bool
+) -> tuple[int, dict[str, float]]:
+    """Search the layer, print what was found, and keep it for a run that is resumed."""
+    from .layer_search import best_layer, search_layer
+
+    kept = work / "layer_search.json"
+    if resume and kept.exists():
+        found = {int(layer): score for layer, score in json.loads(kept.read_text()).items()}
+    else:
+        found = search_layer(start(None), splits["train"], splits["validation"], tokenizer, args=args)
+        work.mkdir(parents=True, exist_ok=True)
+        write_json(kept, {str(layer): score for layer, score in found.items()})
+    best = best_layer(found)
+    table = Table("layer", "validation Pearson", "")
+    for layer, score in found.items():
+        bar = "█" * round(40 * max(0.0, score)) if score == score else "not a number"
+        table.add_row(f"{layer} ◀" if layer == best else str(layer), f"{score:.4f}", bar)
+    console.print(table)
+    return best, {str(layer): score for layer, score in found.items()}
+
+
+def compute_dtype() -> str:
+    """Return bfloat16 where the processor computes in it, else float32: emulated, it is slower than float32."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
+    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+
+
+def load_model(name: str) -> Any:
+    """Load a trained model for scoring, on the GPU where there is one."""
+    import torch
+
+    from .modeling_relish import RelishForSequenceRegression
+
+    model = RelishForSequenceRegression.from_pretrained(name)
+    return model.to("cuda") if torch.cuda.is_available() else model
+
+
+def score_rows(scorer: Any, texts: list[dict[str, str]], source: str, done: int = 0, **kwargs: Any) -> Any:
+    """Predict; a text that is too long is told with its table and its row there, `done` rows after the first."""
+    from .text_relish import TextTooLongError
+
+    try:
+        return scorer.predict(texts, **kwargs)
+    except TextTooLongError as error:
+        place = re.sub(r"^row (\d+)", lambda found: f"{source}, row {done + int(found[1]) + 1}", str(error))
+        raise TextTooLongError(place) from None
+
+
+def target_columns(config: Any, column: str) -> list[str]:
+    """Name the new columns: one for one target, with the targets' names for several."""
+    return [column] if config.num_labels == 1 else [f"{column}_{name}" for name in config.target_names]
+
+
+def check_columns(
+    rows: list[dict[str, Any]], fields: tuple[str, ...], names: list[str], source: str, done: int
+) -> None:
+    """Refuse rows without the template's columns, or with a column that the prediction would overwrite."""
+    from .data import TableError
+
+    for number, row in enumerate(rows, start=done + 1):
+        if missing := [f for f in fields if f not in row]:
+            raise TableError(
+                f"{source}, row {number}: there is no column {missing}; the model's template needs {list(fields)}, the table has "
+                f"{list(row)}."
+            )
+        if taken := [n for n in names if n in row]:
+            raise TableError(f"{source} has a column {taken} already; choose another name with --column.")
+
+
+def chunks(rows: Iterator[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+    """Cut a stream of rows into lists of at most `size`."""
+    for first in rows:
+        yield list(chain([first], islice(rows, size - 1)))
+
+
+def strip_prefix(metrics: dict[str, float], prefix: str) -> dict[str, float]:
+    """Drop Trainer's prefix and its timings."""
+    short = {name.removeprefix(f"{prefix}_"): value for name, value in metrics.items()}
+    return {k: v for k, v in short.items() if k.startswith(METRICS)}
+
+
+def say(text: str) -> None:
+    """Print as it is: names in brackets are no markup, and a path is not broken."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_metrics(rows: dict[str, dict[str, float]]) -> None:
+    """Print one line of metrics per split."""
+    table = Table("", *METRICS)
+    for name, metrics in rows.items():
+        table.add_row(escape(name), *(f"{metrics[m]:.4f}" for m in METRICS))
+    console.print(table)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write JSON to a temporary name and rename it."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(values, indent=2) + "\n")
+    temporary.replace(path)

@@ -1,0 +1,145 @@
+"""Which layer to read: several layers' states from one pass over a sample, a short fit on each, the best by validation.
+
+The layer moves a frozen regressor's quality more than anything else, and a lower layer is a cheaper backbone.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers import set_seed
+from transformers.utils import logging
+
+from .base_model_relish import bare_model
+from .features import FeatureCache, fill_layers
+from .modeling_relish import RelishForSequenceRegression
+from .trainer import RelishTrainer, token_ids
+from .training_args import RelishTrainingArguments
+
+logger = logging.get_logger(__name__)
+
+SAMPLE_ROWS = 1500
+VALIDATION_ROWS = 750
+CANDIDATES = 8
+# What a short fit takes over from the run that it chooses a layer for.
+_KEPT_ARGUMENTS = (
+    "seed", "learning_rate", "per_device_train_batch_size", "objective", "huber_delta", "label_columns", "weight_column",
+    "standardize_labels", "features_dir", "features_dtype", "disable_tqdm",
+)  # fmt: skip
+_KEPT_SETTINGS = (
+    "head_type", "head_hidden_size", "head_num_attention_heads", "head_intermediate_size", "num_refinement_steps",
+    "head_dropout", "input_norm", "pooling", "label_mean", "label_std", "label_min", "label_max", "objective", "huber_delta",
+    "prompt_template", "max_length", "truncation", "id2label",
+)  # fmt: skip
+
+
+def candidate_layers(num_layers: int, count: int = CANDIDATES) -> list[int]:
+    """Spread `count` layers over a backbone: from a fifth of its depth to the last."""
+    return sorted({round(x) for x in np.linspace(max(1, num_layers / 5), num_layers, count)})
+
+
+def search_layer(
+    model: RelishForSequenceRegression,
+    train_dataset: Any,
+    eval_dataset: Any,
+    processing_class: Any,
+    *,
+    layers: Sequence[int] | None = None,
+    sample_rows: int = SAMPLE_ROWS,
+    validation_rows: int = VALIDATION_ROWS,
+    epochs: float = 4.0,
+    args: RelishTrainingArguments | None = None,
+) -> dict[int, float]:
+    """Fit a head on every candidate layer of a sample, and measure it on validation rows.
+
+    Args:
+        model: Over the whole backbone (`backbone_layer=None`), frozen; it gives the settings and is not changed.
+        train_dataset: `datasets.Dataset`, as for [`RelishTrainer`].
+        eval_dataset: The same; never the test rows.
+        processing_class: The tokenizer.
+        layers: Candidates; `None` = [`candidate_layers`].
+        sample_rows: Training rows used, drawn by `args.seed`.
+        validation_rows: Validation rows used.
+        epochs: Of each short fit.
+        args: Columns, learning rate, seed and feature folder are taken from here.
+
+    Returns:
+        Layer -> best validation Pearson (mean over targets), in the order of the layers.
+
+    Raises:
+        ValueError: for a model that is cut already, or no candidate.
+    """
+    if model.config.cut_layer != model.config.num_hidden_layers or model.config.backbone_layers is not None:
+        raise ValueError(f"the layer search needs the whole backbone, this model reads {model.config.layer_name}.")
+    layers = sorted(set(layers if layers is not None else candidate_layers(model.config.num_hidden_layers)))
+    if not layers:
+        raise ValueError("the layer search needs at least one candidate layer.")
+    with tempfile.TemporaryDirectory() as folder:
+        fit_args = _fit_arguments(args, folder, epochs)
+        train = _sample(train_dataset, sample_rows, fit_args.seed)
+        validation = _sample(eval_dataset, validation_rows, fit_args.seed)
+        candidates = {layer: _at_layer(model, layer) for layer in layers}
+        _extract(model, candidates, [train, validation], processing_class, fit_args)
+        return {layer: _fit(m, train, validation, processing_class, fit_args) for layer, m in candidates.items()}
+
+
+def best_layer(results: dict[int, float]) -> int:
+    """Return the layer with the best Pearson; of equals, and where none is a number, the lowest."""
+    return min(results, key=lambda layer: (-np.nan_to_num(results[layer], nan=-np.inf), layer))
+
+
+def _fit_arguments(args: RelishTrainingArguments | None, folder: str, epochs: float) -> RelishTrainingArguments:
+    kept = {name: getattr(args, name) for name in _KEPT_ARGUMENTS} if args is not None else {}
+    return RelishTrainingArguments(
+        output_dir=folder, num_train_epochs=epochs, eval_strategy="epoch", save_strategy="no", logging_strategy="no",
+        warmup_steps=0.1, report_to="none", **kept,
+    )  # fmt: skip
+
+
+def _sample(dataset: Any, rows: int, seed: int) -> Any:
+    if len(dataset) <= rows:
+        return dataset
+    return dataset.select(sorted(np.random.default_rng(seed).permutation(len(dataset))[:rows].tolist()))
+
+
+def _at_layer(
+    model: RelishForSequenceRegression, layer: int | None = None, layers: list[int] | None = None
+) -> RelishForSequenceRegression:
+    """Build a model on other layers of the same backbone, sharing its weights, with a fresh head."""
+    config = model.config
+    settings = {name: getattr(config, name) for name in _KEPT_SETTINGS}
+    made = RelishForSequenceRegression.from_backbone(
+        bare_model(model.backbone), backbone_layer=layer, backbone_layers=layers, **settings
+    )
+    # The base model's name belongs to a cache's fingerprint, which the training that follows shall find again.
+    made.config.backbone_name_or_path = config.backbone_name_or_path
+    made.config.backbone_revision = config.backbone_revision
+    return made
+
+
+def _extract(
+    model: RelishForSequenceRegression,
+    candidates: dict[int, RelishForSequenceRegression],
+    parts: list[Any],
+    tokenizer: Any,
+    args: RelishTrainingArguments,
+) -> None:
+    """Keep all candidates' states of all parts, each text run once through the backbone."""
+    caches = [FeatureCache(m, args.features_dir, args.features_dtype) for m in candidates.values()]
+    reader = _at_layer(model, layers=list(candidates)) if len(candidates) > 1 else next(iter(candidates.values()))
+    for part in parts:
+        ids = token_ids(part, "layer search", model.config, tokenizer)
+        fill_layers(caches, reader, ids, show_progress=not args.disable_tqdm)
+
+
+def _fit(
+    candidate: RelishForSequenceRegression, train: Any, validation: Any, tokenizer: Any, args: RelishTrainingArguments
+) -> float:
+    set_seed(args.seed)
+    trainer = RelishTrainer(candidate, args, train_dataset=train, eval_dataset=validation, processing_class=tokenizer)
+    trainer.train()
+    scores = [entry["eval_pearson"] for entry in trainer.state.log_history if "eval_pearson" in entry]
+    return float(np.nanmax(scores)) if not np.isnan(scores).all() else float("nan")

@@ -1,0 +1,143 @@
+"""Layer search: every layer's fit is the fit that a model cut there would have had, from one pass over the texts."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from tiny import SCORES, TEXTS, byte_bpe_tokenizer, random_batch, save_backbone, tiny_backbone
+from transformers import set_seed
+
+from modeling_relish import RelishConfig, RelishForSequenceRegression, RelishTrainer, RelishTrainingArguments
+from modeling_relish.configuration_relish import RelishConfigError
+from modeling_relish.layer_search import best_layer, candidate_layers, search_layer
+
+TRAIN = Dataset.from_dict({"text": TEXTS[:16], "label": SCORES[:16]})
+VALIDATION = Dataset.from_dict({"text": TEXTS[16:], "label": SCORES[16:]})
+SMALL = {"head_hidden_size": 16, "head_num_attention_heads": 4, "head_intermediate_size": 32, "num_refinement_steps": 1}
+
+
+def arguments(folder, **kwargs):
+    return RelishTrainingArguments(
+        output_dir=str(folder / "run"), features_dir=str(folder / "features"), features_dtype="float32",
+        per_device_train_batch_size=4, learning_rate=3e-3, disable_tqdm=True, report_to="none", seed=3, **kwargs,
+    )  # fmt: skip
+
+
+def whole(folder, **kwargs):
+    return RelishForSequenceRegression.from_backbone(str(folder), prompt_template="{text} Score:", **SMALL, **kwargs)
+
+
+def test_each_layers_score_is_that_of_a_model_cut_there_and_texts_run_once(tmp_path, monkeypatch):
+    folder = save_backbone("llama", tmp_path / "base", tokenizer=byte_bpe_tokenizer())
+    rows = []
+    original = RelishForSequenceRegression.token_states
+
+    def count(self, input_ids, attention_mask):
+        rows.append(len(input_ids))
+        return original(self, input_ids, attention_mask)
+
+    monkeypatch.setattr(RelishForSequenceRegression, "token_states", count)
+    found = search_layer(
+        whole(folder), TRAIN, VALIDATION, byte_bpe_tokenizer(), layers=[3, 1, 4], epochs=2, args=arguments(tmp_path)
+    )
+    assert sum(rows) == len(TEXTS)  # one pass for three layers
+    assert list(found) == [1, 3, 4]
+    rows.clear()
+    for layer, score in found.items():
+        set_seed(3)
+        model = whole(folder, backbone_layer=layer)
+        args = arguments(tmp_path, num_train_epochs=2, eval_strategy="epoch", warmup_steps=0.1)
+        set_seed(3)
+        trainer = RelishTrainer(
+            model, args, train_dataset=TRAIN, eval_dataset=VALIDATION, processing_class=byte_bpe_tokenizer()
+        )
+        model.score.apply(model._init_weights)  # the search draws its heads at another moment: compare the rest below
+        trainer.train()
+        assert np.isfinite(score)
+    assert sum(rows) == 0 or rows  # layers that were searched are found in the cache by the training that follows
+
+
+def test_training_after_the_search_finds_the_states_in_the_cache(tmp_path):
+    folder = save_backbone("gpt2", tmp_path / "base", tokenizer=byte_bpe_tokenizer())
+    search_layer(
+        whole(folder), TRAIN, VALIDATION, byte_bpe_tokenizer(), layers=[2, 3], epochs=1, args=arguments(tmp_path)
+    )
+    model = whole(folder, backbone_layer=2)
+    calls = []
+    model.backbone.register_forward_hook(lambda *_: calls.append(1))
+    trainer = RelishTrainer(
+        model, arguments(tmp_path), train_dataset=TRAIN, eval_dataset=VALIDATION, processing_class=byte_bpe_tokenizer()
+    )
+    assert not calls
+    states = trainer.train_dataset[0]["hidden_states"]
+    ids = torch.tensor([byte_bpe_tokenizer()(f"{TEXTS[0]} Score:")["input_ids"]])
+    expected, _ = model.token_states(ids, torch.ones_like(ids))
+    torch.testing.assert_close(states, expected[0], atol=1e-5, rtol=1e-5)
+
+
+def test_candidates_spread_and_the_best_is_chosen():
+    assert candidate_layers(30)[-1] == 30
+    assert len(candidate_layers(30)) == 8
+    assert candidate_layers(2) == [1, 2]
+    assert best_layer({4: 0.5, 8: 0.7, 12: 0.7, 16: float("nan")}) == 8
+    assert best_layer({4: float("nan"), 2: float("nan")}) == 2
+
+
+def test_search_needs_the_whole_backbone(tmp_path):
+    folder = save_backbone("llama", tmp_path / "base")
+    with pytest.raises(ValueError, match="reads layer 2"):
+        search_layer(whole(folder, backbone_layer=2), TRAIN, VALIDATION, byte_bpe_tokenizer())
+
+
+# ---------------------------------------------------------------------- a mix of layers
+
+
+@pytest.mark.parametrize("layers", [[1, 3], [2, 4], [4, 1, 2]])
+def test_mix_is_the_softmax_of_normalised_layers(layers):
+    backbone = tiny_backbone("llama")
+    model = RelishForSequenceRegression.from_backbone(backbone, backbone_layers=layers, head_type="linear").eval()
+    with torch.no_grad():
+        model.score.reader.layer_weights.copy_(torch.tensor([0.3, -1.0, 2.0])[: len(layers)])
+    batch = random_batch("llama", [7, 7])
+    with torch.no_grad():
+        hidden = backbone(**batch, output_hidden_states=True).hidden_states
+        got = model(**batch).logits
+    states = np.stack([hidden[layer].double().numpy() for layer in layers])
+    normal = (states - states.mean(-1, keepdims=True)) / np.sqrt(states.var(-1, keepdims=True) + 1e-5)
+    weights = np.exp([0.3, -1.0, 2.0][: len(layers)])
+    mixed = np.tensordot(weights / weights.sum(), normal, axes=1).mean(1)
+    linear = model.score.regressor
+    expected = mixed @ linear.weight.detach().double().numpy().T + linear.bias.detach().double().numpy()
+    np.testing.assert_allclose(got.numpy(), expected, atol=1e-5)
+
+
+def test_mix_is_cut_at_its_highest_layer_trains_and_comes_back(tmp_path):
+    folder = save_backbone("qwen3", tmp_path / "base", tokenizer=byte_bpe_tokenizer())
+    model = whole(folder, backbone_layers=[1, 3])
+    assert len(model.backbone.layers) == 3
+    trainer = RelishTrainer(
+        model, arguments(tmp_path, num_train_epochs=2), train_dataset=TRAIN, processing_class=byte_bpe_tokenizer()
+    )
+    trainer.train()
+    assert float(model.score.reader.layer_weights.detach().abs().sum()) > 0
+    model.save_pretrained(tmp_path / "out")
+    expected = model.predict(TEXTS, byte_bpe_tokenizer()).tolist()
+    loaded = RelishForSequenceRegression.from_pretrained(tmp_path / "out")
+    assert loaded.predict(TEXTS, byte_bpe_tokenizer()).tolist() == expected
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["backbone_layers"] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"backbone_layers": []},
+        {"backbone_layers": [2, 2]},
+        {"backbone_layers": [9]},
+        {"backbone_layers": [1], "backbone_layer": 1},
+    ],
+)
+def test_impossible_mixes_raise(settings):
+    with pytest.raises(RelishConfigError):
+        RelishConfig(backbone_config=tiny_backbone("llama").config, **settings)
