@@ -83,9 +83,6 @@ def cut_backbone(backbone: PreTrainedModel, layer: int | None) -> PreTrainedMode
     if layer is None or layer == total:
         return backbone
     owner_name, list_name, _ = _find_layers(backbone)
-    # transformers hooks the layers when hidden states are first asked for, once per model. Two models over the same layers
-    # would hook them twice and both return every state twice; hooked before the copy, they share the hooks.
-    maybe_install_capturing_hooks(backbone)
     shell = shallow_copy(backbone)
     owner = shell
     if owner_name:
@@ -132,6 +129,10 @@ def _find_layers(backbone: PreTrainedModel) -> tuple[str, str, str | None]:
 
 def shallow_copy(module: nn.Module) -> Any:
     """Copy a module's shell: own attribute and child tables, the children and weights shared."""
+    if isinstance(module, PreTrainedModel):
+        # transformers hooks the layers when hidden states are first asked for, once per model. Two models over the same
+        # layers would hook them twice, and both return every state twice; hooked before the copy, they share the hooks.
+        maybe_install_capturing_hooks(module)
     shell = copy.copy(module)
     shell.__dict__ = module.__dict__.copy()
     shell._modules = module._modules.copy()

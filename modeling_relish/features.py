@@ -11,32 +11,45 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
 from .backbone_relish import check_finite
 from .base_model_relish import cache_root, weights_digest
+from .feature_files import (
+    Row,
+    Shard,
+    batches_of,
+    encode_states,
+    is_whole,
+    map_shard,
+    read_json,
+    remove_left_over,
+    save_shard,
+    split_rows,
+    text_key,
+    write_json,
+)
 from .modeling_relish import RelishForSequenceRegression
 from .text_relish import pad_batch
 
 logger = logging.get_logger(__name__)
 
-STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+STORAGE_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int8": torch.int8,
+}
 BATCH_TOKENS = 2048
 SHARD_TOKENS = 65536
-
-
-Row = tuple[int, bytes, list[int]]  # tokens, key, token ids
 
 
 class FeatureCacheError(ValueError):
@@ -49,7 +62,8 @@ class FeatureCache:
     Args:
         model: The model whose backbone computes them; must be frozen.
         root: Folder that holds caches of any number of models; `None` = `features` in the library's cache folder.
-        dtype: On disk: `"bfloat16"`, `"float16"` (refused where a state exceeds its range) or `"float32"`.
+        dtype: On disk: `"bfloat16"`, `"float16"` (refused where a state exceeds its range), `"float32"`, or `"int8"` with a
+            scale per token.
         batch_tokens: Tokens per backbone call.
         shard_tokens: Tokens per shard, the unit that a kill loses at most.
 
@@ -76,10 +90,10 @@ class FeatureCache:
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
         self.folder = Path(root or cache_root() / "features") / digest
         self.folder.mkdir(parents=True, exist_ok=True)
-        _remove_left_over(self.folder)
+        remove_left_over(self.folder)
         if not (self.folder / "manifest.json").exists():
-            _write_json(self.folder / "manifest.json", manifest)
-        self._where: dict[bytes, tuple[np.ndarray, int, int]] = {}
+            write_json(self.folder / "manifest.json", manifest)
+        self._where: dict[bytes, tuple[Shard, int, int]] = {}
         for done in sorted(self.folder.glob("*/done.json")):
             self._open_request(done.parent)
 
@@ -123,7 +137,7 @@ class FeatureCache:
         with _progress(shards, show_progress) as bar:
             for number, rows in enumerate(shards):
                 path = request / f"{number:05d}.safetensors"
-                if number % world == rank and not _is_whole(path):
+                if number % world == rank and not is_whole(path):
                     self._write_shard(path, rows, bar)
                 else:
                     bar.update(sum(n for n, _, _ in rows))
@@ -154,11 +168,11 @@ class FeatureCache:
         new = sorted((len(t), key, t) for key, t in distinct.items() if key not in self._where)
         digest = hashlib.sha256(f"{self.batch_tokens} {self.shard_tokens} ".encode())  # they decide what stands where
         digest.update(b"".join(key for _, key, _ in new))
-        return self.folder / digest.hexdigest()[:16], _split(new, self.shard_tokens) if new else []
+        return self.folder / digest.hexdigest()[:16], split_rows(new, self.shard_tokens) if new else []
 
     def _finish(self, request: Path, num_shards: int) -> None:
         try:
-            _write_json(request / "done.json", {"shards": num_shards})
+            write_json(request / "done.json", {"shards": num_shards})
         except OSError as error:
             raise self._unwritable(request, error) from error
         self._open_request(request)
@@ -167,23 +181,10 @@ class FeatureCache:
         self._save_shard(path, rows, run_rows(self.model, rows, self.dtype, self.batch_tokens, bar))
 
     def _save_shard(self, path: Path, rows: list[Row], states: torch.Tensor) -> None:
-        offsets = np.concatenate([[0], np.cumsum([n for n, _, _ in rows])])
-        keys = np.frombuffer(b"".join(key for _, key, _ in rows), dtype=np.uint8).reshape(len(rows), -1)
-        tensors = {
-            "states": states.contiguous(),
-            "offsets": torch.from_numpy(offsets),
-            "keys": torch.from_numpy(keys.copy()),
-        }
-        temporary = _temporary(path)
         try:
-            save_file(tensors, temporary)
-            checksum = _checksum(temporary)
-            temporary.replace(path)
-            _write_json(path.with_suffix(".json"), {"checksum": checksum, "size": path.stat().st_size})
+            save_shard(path, rows, encode_states(states, self.dtype))
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk with an exception of its own
             raise self._unwritable(path, error) from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def _unwritable(self, path: Path, error: Exception) -> FeatureCacheError:
         free = shutil.disk_usage(self.folder).free
@@ -197,8 +198,8 @@ class FeatureCache:
     def _open_request(self, request: Path) -> None:
         """Map a finished request's shards; one that is damaged is dropped, and computed anew when it is asked for."""
         shards = sorted(request.glob("*.safetensors"))
-        expected = _read_json(request / "done.json").get("shards")
-        damaged = [s for s in shards if not _is_whole(s)]
+        expected = read_json(request / "done.json").get("shards")
+        damaged = [s for s in shards if not is_whole(s)]
         if damaged or len(shards) != expected:
             logger.warning(
                 f"feature cache {request}: {len(damaged) or 'some'} shard(s) damaged or missing; computed anew."
@@ -208,26 +209,23 @@ class FeatureCache:
             (request / "done.json").unlink(missing_ok=True)
             return
         for shard in shards:
-            keys, offsets, states = _map_shard(shard)
-            for i in range(len(keys)):
-                self._where[keys[i].tobytes()] = (states, int(offsets[i]), int(offsets[i + 1]))
+            mapped = map_shard(shard)
+            for i, key in enumerate(mapped.keys):
+                self._where[key.tobytes()] = (mapped, int(mapped.offsets[i]), int(mapped.offsets[i + 1]))
 
     def __contains__(self, ids: Sequence[int]) -> bool:
         return text_key(ids) in self._where
 
     def states(self, key: bytes) -> torch.Tensor:
-        """Return a text's (T, D) states, a view of the mapped file, by its [`text_key`].
+        """Return a text's (T, D) states by its [`text_key`], in the storage dtype (fp32 of int8).
 
         Raises:
             FeatureCacheError: for a text that was never added.
         """
         if key not in self._where:
             raise FeatureCacheError("the text is not in the feature cache; add it first.")
-        states, start, stop = self._where[key]
-        dtype = torch.bfloat16 if states.dtype == np.uint16 else None
-        # A copy of this row alone: torch would warn about a tensor over a read-only map.
-        tensor = torch.from_numpy(states[start:stop].copy())
-        return tensor.view(dtype) if dtype else tensor
+        shard, start, stop = self._where[key]
+        return shard.rows(start, stop)
 
 
 class FeatureDataset(torch.utils.data.Dataset):
@@ -271,7 +269,7 @@ def fill_layers(
     with _progress(shards, show_progress) as bar:
         for number, rows in enumerate(shards):
             paths = [request / f"{number:05d}.safetensors" for request, _ in plans]
-            if all(_is_whole(path) for path in paths):
+            if all(is_whole(path) for path in paths):
                 bar.update(sum(n for n, _, _ in rows))
                 continue
             states = run_rows(reader, rows, caches[0].dtype, caches[0].batch_tokens, bar)
@@ -287,14 +285,17 @@ def fill_layers(
 def run_rows(
     model: RelishForSequenceRegression, rows: list[Row], dtype: torch.dtype, batch_tokens: int, bar: Any
 ) -> torch.Tensor:
-    """Run the backbone over rows in batches of a token budget; return (sum of T, state size) in the storage dtype.
+    """Run the backbone over rows in batches of a token budget; return (sum of T, state size).
+
+    The result has the storage dtype; fp32 for int8, which is made of whole rows.
 
     Raises:
         NonFiniteStatesError: if a state is not finite in that dtype.
     """
+    dtype = torch.float32 if dtype == torch.int8 else dtype
     states = torch.empty((sum(n for n, _, _ in rows), model.config.state_size), dtype=dtype)
     start = 0
-    for batch in _batches(rows, batch_tokens):
+    for batch in batches_of(rows, batch_tokens):
         ids, mask = (torch.tensor(x, device=model.device) for x in pad_batch([t for _, _, t in batch], None))
         stored = model.token_states(ids, mask)[0].to(dtype)
         check_finite(stored, mask, f"{model.config.layer_name}, in the feature cache")
@@ -308,93 +309,3 @@ def run_rows(
 def _progress(shards: list[list[Row]], show: bool) -> Any:
     total = sum(n for rows in shards for n, _, _ in rows)
     return logging.tqdm(total=total, desc="features", unit="token", unit_scale=True, disable=not show)
-
-
-def text_key(ids: Sequence[int]) -> bytes:
-    """Digest token ids to 16 bytes, the name of a text in the cache."""
-    return hashlib.blake2b(np.asarray(ids, dtype=np.int64).tobytes(), digest_size=16).digest()
-
-
-def _split(rows: list[Row], tokens: int) -> list[list[Row]]:
-    parts: list[list[Row]] = [[]]
-    filled = 0
-    for row in rows:
-        if parts[-1] and filled + row[0] > tokens:
-            parts.append([])
-            filled = 0
-        parts[-1].append(row)
-        filled += row[0]
-    return parts
-
-
-def _batches(rows: list[Row], tokens: int) -> list[list[Row]]:
-    """Cut length-sorted rows into batches of at most `tokens`, padding included (the last row of a batch is its longest)."""
-    batches: list[list[Row]] = [[]]
-    for row in rows:
-        if batches[-1] and (len(batches[-1]) + 1) * row[0] > tokens:
-            batches.append([])
-        batches[-1].append(row)
-    return batches
-
-
-def _map_shard(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Map a safetensors file (an 8-byte header length, a JSON header, the tensors) without reading it."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    numpy_types = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "I64": np.int64, "U8": np.uint8}
-
-    def tensor(name: str) -> np.ndarray:
-        entry = header[name]
-        start = 8 + length + entry["data_offsets"][0]
-        return np.memmap(path, numpy_types[entry["dtype"]], mode="r", offset=start, shape=tuple(entry["shape"]))
-
-    return np.array(tensor("keys")), np.array(tensor("offsets")), tensor("states")
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _is_whole(path: Path) -> bool:
-    note = _read_json(path.with_suffix(".json"))
-    return path.exists() and path.stat().st_size == note.get("size") and _checksum(path) == note.get("checksum")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a note; none where it is missing or damaged."""
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    temporary = _temporary(path)
-    try:
-        temporary.write_text(json.dumps(values, indent=1, sort_keys=True))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _temporary(path: Path) -> Path:
-    """Name a file's temporary after its writer, so that it is known whether that one still runs."""
-    return path.with_suffix(f".{platform.node()}.{os.getpid()}.tmp")
-
-
-def _remove_left_over(folder: Path) -> None:
-    """Remove what processes of this machine left half written when they were killed."""
-    for file in folder.rglob(f"*.{platform.node()}.*.tmp"):
-        if not _runs(int(file.name.split(".")[-2])):
-            file.unlink(missing_ok=True)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        if os.name == "posix":  # elsewhere signal 0 is no question
-            os.kill(pid, 0)
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True

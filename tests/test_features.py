@@ -18,7 +18,7 @@ from tiny import SCORES, TEXTS, TOKENIZERS, save_backbone, tiny_backbone
 from training import IDS, ROWS, TOKENIZER, losses, make_trainer, rows_of, tiny_model, workbench
 from transformers import Trainer
 
-from modeling_relish import FeatureCache, RelishForSequenceRegression, features
+from modeling_relish import FeatureCache, RelishForSequenceRegression, feature_files, features
 from modeling_relish.backbone_relish import NonFiniteStatesError
 from modeling_relish.data_collator import RelishCollator
 from modeling_relish.features import FeatureCacheError, FeatureDataset, text_key
@@ -105,7 +105,7 @@ def test_equal_texts_are_stored_once_and_new_ones_are_added(tmp_path):
 
 def test_files_are_mapped_and_an_unknown_text_raises(tmp_path):
     cache = filled(tmp_path)
-    mapped = features._map_shard(shards(tmp_path)[0])[2]
+    mapped = feature_files.map_shard(shards(tmp_path)[0]).states
     assert type(mapped) is np.memmap
     with pytest.raises(FeatureCacheError, match="add it"):
         cache.states(text_key([1, 2, 3]))
@@ -123,7 +123,7 @@ def test_other_weights_layer_dtype_or_settings_never_share(tmp_path):
     others = [other, stretched, eager, tiny_backbone("llama", seed=1), tiny_backbone("llama", dtype=torch.bfloat16)]
     models = [*map(tiny_model, [None, *others]), tiny_model(backbone_layer=2), tiny_model(backbone_layer=3)]
     folders = [FeatureCache(model, tmp_path, dtype).folder for model in models for dtype in features.STORAGE_DTYPES]
-    assert len(set(folders)) == 3 * len(models)
+    assert len(set(folders)) == len(folders)
     again = tiny_model(seed=1, num_labels=3, label_mean=[1.0] * 3, label_std=[2.0] * 3, objective="mse")
     again.config.pad_token_id = 7  # as Trainer sets it; head, labels and padding do not touch the states
     assert FeatureCache(again, tmp_path).folder in folders
@@ -140,9 +140,32 @@ def test_a_reloaded_checkpoint_finds_its_states(tmp_path):
     assert not seen
 
 
+def test_int8_keeps_each_token_to_a_127th_of_its_largest_number(tmp_path):
+    exact, coarse = filled(tmp_path, dtype="float32"), filled(tmp_path, dtype="int8")
+    for key in map(text_key, IDS):
+        expected, found = exact.states(key), coarse.states(key)
+        assert found.dtype == torch.float32
+        step = expected.abs().amax(-1, keepdim=True) / 127
+        assert bool(((found - expected).abs() <= 0.51 * step).all())
+    assert shards(exact.folder)[0].stat().st_size > 3 * shards(coarse.folder)[0].stat().st_size
+
+
+def test_caches_are_listed_with_their_sizes(tmp_path):
+    model = tiny_model(backbone_layer=2)
+    model.config.backbone_name_or_path = "some/base"
+    folder = filled(tmp_path, model, dtype="float16").folder
+    (entry,) = feature_files.list_caches(tmp_path)
+    distinct = {tuple(row) for row in IDS}
+    assert (entry.folder, entry.name, entry.backbone) == (folder, folder.name, "some/base")
+    assert (entry.layers, entry.dtype, entry.texts) == ("2", "float16", len(distinct))
+    assert entry.tokens == sum(map(len, distinct))
+    assert entry.size == sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    assert feature_files.list_caches(tmp_path / "none") == []
+
+
 def test_unknown_dtype_and_trained_backbone_are_refused(tmp_path):
-    for dtype in ("float64", "int8", ""):
-        with pytest.raises(FeatureCacheError, match=r"\['bfloat16', 'float16', 'float32'\]"):
+    for dtype in ("float64", "int4", ""):
+        with pytest.raises(FeatureCacheError, match=rf"bfloat16.*float16.*float32.*'{dtype}'"):
             FeatureCache(tiny_model(), tmp_path, dtype)
     with pytest.raises(FeatureCacheError, match="frozen"):
         FeatureCache(tiny_model().unfreeze_backbone(), tmp_path)
@@ -227,10 +250,10 @@ KILL = """
 import os, signal, sys
 import torch; torch.set_num_threads(1)
 from pathlib import Path
-from modeling_relish import FeatureCache, features
+from modeling_relish import FeatureCache, feature_files, features
 from training import IDS, tiny_model
 model, root = tiny_model(), Path(sys.argv[1])
-save, note = features.save_file, features._write_json
+save, note = feature_files.save_file, feature_files.write_json
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 def half(tensors, path):
@@ -244,9 +267,9 @@ for where in ("half", "00003.json", "done.json"):
     pid = os.fork()
     if not pid:
         if where == "half":
-            features.save_file = half
+            feature_files.save_file = half
         else:
-            features._write_json = before(where)
+            feature_files.write_json = features.write_json = before(where)
         FeatureCache(model, root / where, "float32", 40, 60).add(IDS, show_progress=False)
         os._exit(0)
     print(where, os.waitpid(pid, 0)[1])
@@ -305,7 +328,7 @@ def test_damaged_end_of_a_request_costs_no_run(text, tmp_path, whole):
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 RUST = SafetensorError("I/O error: No space left on device (os error 28)")
-FULL = [(features, "save_file", NO_SPACE), (features, "save_file", RUST), (Path, "write_text", NO_SPACE)]
+FULL = [(feature_files, "save_file", NO_SPACE), (feature_files, "save_file", RUST), (Path, "write_text", NO_SPACE)]
 
 
 @pytest.mark.parametrize(("place", "name", "error"), FULL)
@@ -313,7 +336,7 @@ def test_full_disk_is_named_and_leaves_whole_shards_only(place, name, error, tmp
     original = getattr(place, name)
 
     def full(*args):
-        path = args[1] if place is features else args[0]
+        path = args[0] if place is Path else args[1]
         if path.name.startswith("00003"):
             path.write_bytes(b"what still found room")
             raise error
