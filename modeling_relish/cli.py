@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from .cli_shared import (
     DEFAULT_BACKBONE,
@@ -157,6 +157,7 @@ def train(
             dtype="float32" if train_backbone else compute_dtype(), **scale, **more,
         )  # fmt: skip
 
+    layer = choose_layer(backbone, backbone_layer, revision)
     tokenizer = AutoTokenizer.from_pretrained(
         resolve_backbone(backbone), **({"revision": revision} if revision else {})
     )
@@ -173,7 +174,7 @@ def train(
         best, found = find_layer(start, splits, tokenizer, args, work, resume=resume)
         model = start(best, layer_search=found)
     else:
-        model = start(choose_layer(backbone, backbone_layer, revision))
+        model = start(layer)
     say(f"backbone: {backbone}, {model.config.layer_name}")
     trainer = RelishTrainer(
         model, args, train_dataset=splits["train"], eval_dataset=splits["validation"], processing_class=tokenizer
@@ -200,7 +201,9 @@ def cache_ls(
     """List the caches with their backbone, layers, texts and sizes."""
     from .feature_files import list_caches
 
-    table = Table("cache", "backbone", "layers", "dtype", "texts", "tokens", "MB")
+    table = Table(
+        Column("cache", no_wrap=True), Column("backbone", overflow="fold"), "layers", "dtype", "texts", "tokens", "MB"
+    )
     for entry in list_caches(folder):
         table.add_row(
             entry.name, escape(entry.backbone), entry.layers, entry.dtype, f"{entry.texts}", f"{entry.tokens}",

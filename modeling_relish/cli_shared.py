@@ -27,13 +27,16 @@ def default_template(columns: tuple[str, ...]) -> str:
 
 
 def choose_layer(backbone: str, layer: str, revision: str | None = None) -> int | None:
-    """Turn 'last', 'middle' or a number into a layer; 'middle' is just over half way, where states were read best."""
+    """Turn 'last', 'middle' or a number into a layer; 'middle' is just over half way, where states were read best.
+
+    The backbone is looked up in any case, so that one that is missing is told by its name before anything else.
+    """
     from .base_model_relish import whole_config
 
-    if layer == "last":
+    total = whole_config(backbone, {"revision": revision} if revision else {}).num_hidden_layers
+    if layer in ("last", "auto"):
         return None
     if layer == "middle":
-        total = whole_config(backbone, {"revision": revision} if revision else {}).num_hidden_layers
         return max(1, round(total * 8 / 15))
     if not layer.isdigit():
         raise ValueError(f"--backbone-layer is a layer's number, 'middle', 'last' or 'auto', got {layer!r}.")

@@ -184,7 +184,7 @@ def list_caches(root: str | os.PathLike | None = None) -> list[CacheEntry]:
     entries = []
     for manifest in Path(root or cache_root() / "features").glob("*/manifest.json"):
         values, folder = read_json(manifest), manifest.parent
-        offsets = [map_shard(shard).offsets for shard in folder.glob("*/*.safetensors")]
+        offsets = [map_shard(shard).offsets for shard in folder.glob("*/*.safetensors") if is_whole(shard)]
         entries.append(
             CacheEntry(
                 folder=folder,

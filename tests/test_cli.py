@@ -15,7 +15,14 @@ from tiny import SCORES, TEXTS, save_backbone
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from modeling_relish import RelishForSequenceRegression, RelishTrainer, RelishTrainingArguments, cli, trainer
+from modeling_relish import (
+    RelishForSequenceRegression,
+    RelishTrainer,
+    RelishTrainingArguments,
+    cli,
+    cli_shared,
+    trainer,
+)
 from modeling_relish.data import Columns, load_splits
 from modeling_relish.metrics import regression_metrics
 
@@ -185,7 +192,7 @@ def test_metrics_of_a_run_are_those_of_evaluate_and_of_the_predictions(base, tmp
     for split, name in (("validation", "b"), ("test", "c")):
         said = run("evaluate", out, tables[name], "--label", "score", "--output", tmp_path / "m.json")
         found = read_json(tmp_path / "m.json")
-        assert list(found) == list(metrics[split]) == list(cli.METRICS)
+        assert list(found) == list(metrics[split]) == list(cli_shared.METRICS)
         assert found == pytest.approx(metrics[split], abs=1e-5)
         assert found["nrmse"] == pytest.approx(found["rmse"] / 20)
         assert f"{name}.csv" in said
