@@ -143,6 +143,7 @@ def show_metrics(rows: dict[str, dict[str, float]]) -> None:
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write JSON to a temporary name and rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(json.dumps(values, indent=2) + "\n")
     temporary.replace(path)

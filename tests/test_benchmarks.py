@@ -1,0 +1,65 @@
+"""The benchmark scripts run (small), and what the README says of them is what their files hold."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("command", [["gpu.py", "--small", "--runs", "1"], ["speed.py", "head", "--small", "--runs", "1"]])
+def test_benchmarks_run_small_on_the_cpu(command, tmp_path):
+    script, *rest = command
+    subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, *rest, "--output", str(tmp_path)],
+        check=True, capture_output=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+    )  # fmt: skip
+    (written,) = tmp_path.glob("*.json")
+    assert json.loads(written.read_text())["versions"]["torch"]
+
+
+def table(marker):
+    """Rows of the README table under `<!-- marker -->`: first cell -> the other cells."""
+    text = (ROOT / "README.md").read_text().split(f"<!-- {marker} -->")[1].split("<!-- end -->")[0]
+    rows = [[cell.strip() for cell in line.strip("| \n").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return {cells[0].strip("* "): [c.strip("* ") for c in cells[1:]] for cells in rows[2:]}
+
+
+def test_readme_quotes_the_heads_results():
+    results = json.loads((RESULTS / "heads-stsb.json").read_text())["rows"]
+    rows = table("heads-stsb")
+    assert rows.keys() == results.keys()
+    for name, cells in rows.items():
+        for metric, cell in zip(("pearson", "spearman", "nrmse"), cells, strict=False):
+            measured = results[name]["summary"][metric]
+            assert cell == f"{measured['mean']:.3f} ± {measured['std']:.3f}", (name, metric)
+
+
+def test_readme_quotes_the_demos_results():
+    results = json.loads((RESULTS / "demo.json").read_text())["test"]
+    rows = table("demo")
+    assert rows.keys() == results.keys()
+    for name, cells in rows.items():
+        assert cells == [f"{results[name][metric]:.3f}" for metric in ("pearson", "spearman", "nrmse")], name
+
+
+def test_goals_of_quality_are_met_by_the_files():
+    heads = json.loads((RESULTS / "heads-stsb.json").read_text())["rows"]
+    assert heads["RELISH, layer 16"]["summary"]["pearson"]["mean"] >= 0.83
+    assert len(heads["RELISH, layer 16"]["runs"]) == 3
+    assert json.loads((RESULTS / "demo.json").read_text())["test"]["RELISH"]["pearson"] >= 0.91
+
+
+def test_readme_quotes_the_speed_results():
+    rows = table("speed")
+    for cells in rows.values():
+        file, *keys = re.findall(r"[\w.-]+", cells[-1])
+        value = json.loads((RESULTS / file).read_text())
+        for key in keys:
+            value = value[int(key)] if isinstance(value, list) else value[key]
+        assert cells[0] == f"{value:.2f}x", cells
