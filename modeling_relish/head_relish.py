@@ -165,23 +165,37 @@ class RelishHead(nn.Module):
             raise ValueError(f"attention_form must be one of {list(ATTENTION_FORMS)}, got {self.attention_form!r}.")
         if self.attention_form != "auto":
             return self.attention_form
-        return cheapest_form(states.shape[1], states.shape[2], len(self.latent), self.num_heads, len(self.steps))
+        training = torch.is_grad_enabled() and self.latent.requires_grad
+        return cheapest_form(
+            states.shape[1], states.shape[2], len(self.latent), self.num_heads, len(self.steps), training
+        )
 
 
-def cheapest_form(T: int, D: int, d: int, heads: int, steps: int) -> str:
+def cheapest_form(T: int, D: int, d: int, heads: int, steps: int, training: bool = True) -> str:
     """Choose the attention form with the fewest multiplications for a text of T tokens.
 
-    With L steps and h heads, up to what all forms share:
+    With L steps and h heads, up to what all forms share. Forward:
 
-    - explicit: `T D d + L (2 T d d + 2 T d)` (the projection; then a key and a value per token, scores and sums)
-    - absorbed_kv: `T D d + L 2 h T d` (scores and sums run on X for every head)
-    - absorbed: `L (2 h T D + 2 h d D)` (no projection: scores and sums run on H, and W is applied to h queries and h sums)
+    - explicit: `T D d + L (2 T d d + 2 h T e)`: the projection; then a key and a value per token, scores and sums (h e = d)
+    - absorbed_kv: `T D d + L (2 h T d + 2 d d)`: scores and sums run on X for every head; q and the sum pass Wk and Wv
+    - absorbed: `L (2 h T D + 2 h d D + 2 d d)`: no projection: scores and sums run on H, and W meets h queries and h sums
+
+    Backward, a product with a weight costs twice that again (for its input and for the weight), but nothing flows into H: the
+    projection costs once more, products with X twice more, products with H once more.
+
+    Args:
+        T: Tokens per text.
+        D: Width of the states H.
+        d: Width of the latent.
+        heads: h.
+        steps: L.
+        training: Whether gradients will be needed.
     """
-    shared_kv = 2 * d * d  # per step and text: moving q to the keys' side and the sum through Wv
+    projection, with_x, with_h, weights = (2, 3, 2, 3) if training else (1, 1, 1, 1)
     operations = {
-        "explicit": T * D * d + steps * (2 * T * d * d + 2 * T * d),
-        "absorbed_kv": T * D * d + steps * (2 * heads * T * d + shared_kv),
-        "absorbed": steps * (2 * heads * T * D + 2 * heads * d * D + shared_kv),
+        "explicit": projection * T * D * d + steps * (weights * 2 * T * d * d + with_x * 2 * T * d),
+        "absorbed_kv": projection * T * D * d + steps * (with_x * 2 * heads * T * d + weights * 2 * d * d),
+        "absorbed": steps * (with_h * 2 * heads * T * D + weights * (2 * heads * d * D + 2 * d * d)),
     }
     return min(operations, key=operations.__getitem__)
 

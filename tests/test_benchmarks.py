@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize("command", [["gpu.py", "--small", "--runs", "1"], ["speed.py", "head", "--small", "--runs", "1"]])
+@pytest.mark.parametrize(
+    "command", [["gpu.py", "--small", "--runs", "1"], ["speed.py", "head", "--small", "--runs", "1"]]
+)
 def test_benchmarks_run_small_on_the_cpu(command, tmp_path):
     script, *rest = command
     subprocess.run(
@@ -26,7 +28,9 @@ def test_benchmarks_run_small_on_the_cpu(command, tmp_path):
 def table(marker):
     """Rows of the README table under `<!-- marker -->`: first cell -> the other cells."""
     text = (ROOT / "README.md").read_text().split(f"<!-- {marker} -->")[1].split("<!-- end -->")[0]
-    rows = [[cell.strip() for cell in line.strip("| \n").split("|")] for line in text.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("| \n").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
     return {cells[0].strip("* "): [c.strip("* ") for c in cells[1:]] for cells in rows[2:]}
 
 

@@ -152,6 +152,9 @@ def test_absorbed_forms_in_bf16_stay_within_its_own_error():
 def test_form_is_chosen_by_operations_and_a_wrong_one_raises():
     assert cheapest_form(T=256, D=576, d=256, heads=8, steps=3) == "absorbed"
     assert cheapest_form(T=16, D=4096, d=256, heads=8, steps=3) == "absorbed_kv"
+    assert cheapest_form(T=60, D=576, d=256, heads=8, steps=3, training=True) == "absorbed_kv"
+    assert cheapest_form(T=60, D=576, d=256, heads=8, steps=3, training=False) == "absorbed"
+    assert cheapest_form(T=1, D=576, d=256, heads=8, steps=1) == "explicit"
     head = build_head(head_config())
     head.attention_form = "magic"
     with pytest.raises(ValueError, match="magic"):
