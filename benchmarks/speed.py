@@ -105,7 +105,7 @@ def head(runs: int = 7, batch: int = 32, output: Path = RESULTS, small: bool = F
             module.attention_form = form
             head_step(module, states, mask, targets)
 
-        forms = ("explicit", "auto", "absorbed_kv", "absorbed")
+        forms = ("explicit", "auto")
         seconds = alternate({form: lambda form=form: run(form) for form in forms}, runs)
         chosen = cheapest_form(T, D, 256, 8, 3)
         ratio = {form: round(seconds["explicit"] / seconds[form], 2) for form in forms[1:]}
