@@ -15,6 +15,14 @@ ATTENTION_FORMS = ("auto", "explicit", "absorbed_kv", "absorbed")
 HeadOutput = tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]
 
 
+class AttentionLinear(nn.Linear):
+    """A projection that starts as in `nn.MultiheadAttention`: uniform within `bound`, no bias."""
+
+    def __init__(self, size: int, bound: float) -> None:
+        super().__init__(size, size)
+        self.bound = bound
+
+
 class LatentAttention(nn.Module):
     """Multi-head cross-attention of one latent query over the tokens (RELISH, section 3).
 
@@ -28,10 +36,11 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.head_size = hidden_size // num_heads
-        self.q_proj = nn.Linear(hidden_size, hidden_size)
-        self.k_proj = nn.Linear(hidden_size, hidden_size)
-        self.v_proj = nn.Linear(hidden_size, hidden_size)
-        self.out_proj = nn.Linear(hidden_size, hidden_size)
+        packed = (6 / (4 * hidden_size)) ** 0.5  # Xavier over the three projections as one (3 d, d) matrix
+        self.q_proj = AttentionLinear(hidden_size, packed)
+        self.k_proj = AttentionLinear(hidden_size, packed)
+        self.v_proj = AttentionLinear(hidden_size, packed)
+        self.out_proj = AttentionLinear(hidden_size, hidden_size**-0.5)
 
     def forward(
         self, latent: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor, form: str, input_proj: nn.Linear

@@ -24,7 +24,7 @@ from .backbone_relish import (
 from .base_model_relish import resolve_backbone
 from .checkpoint_relish import RelishPreTrainedModel
 from .configuration_relish import RelishConfig
-from .head_relish import LatentAttention, RelishHead, build_head
+from .head_relish import AttentionLinear, RelishHead, build_head
 from .objectives_relish import check_labels, regression_loss
 from .text_relish import PromptTemplate, encode_rows, pad_batch
 
@@ -65,13 +65,9 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise the head: torch's own for linear layers and attention, N(0, 0.02) for the latent (RELISH, section 3)."""
-        if isinstance(module, LatentAttention):
-            # As nn.MultiheadAttention: Xavier over the three projections together, no bias at the start.
-            for projection in (module.q_proj, module.k_proj, module.v_proj):
-                bound = (6 / (4 * projection.in_features)) ** 0.5
-                init.uniform_(projection.weight, -bound, bound)
-                init.zeros_(projection.bias)
-            init.zeros_(module.out_proj.bias)
+        if isinstance(module, AttentionLinear):
+            init.uniform_(module.weight, -module.bound, module.bound)
+            init.zeros_(module.bias)
         elif isinstance(module, nn.Linear):
             init.kaiming_uniform_(module.weight, a=5**0.5)
             bound = module.in_features**-0.5

@@ -247,3 +247,18 @@ def test_half_precision_backbone_keeps_an_fp32_head():
     out = model(**random_batch("llama", [4, 2]), labels=torch.ones(2))
     assert out.logits.dtype == torch.float32
     assert out.loss.dtype == torch.float32
+
+
+def test_head_starts_as_torchs_own_modules_do():
+    model = RelishForSequenceRegression.from_backbone(tiny_backbone("llama"))
+    torch.manual_seed(0)
+    for step in model.score.steps:
+        attention = step.attention
+        bound = (6 / (4 * 256)) ** 0.5  # nn.MultiheadAttention: Xavier over the packed (3 d, d) projection
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            assert 0.98 * bound < float(projection.weight.detach().abs().max()) <= bound
+            assert not projection.bias.any()
+        assert not attention.out_proj.bias.any()
+        assert float(step.intermediate.weight.detach().abs().max()) <= 256**-0.5  # nn.Linear
+        assert torch.equal(step.output_norm.weight, torch.ones(256))
+    assert 0.015 < float(model.score.latent.detach().std()) < 0.025
