@@ -81,9 +81,8 @@ def search_layer(
         fit_args = _fit_arguments(args, folder, epochs)
         train = _sample(train_dataset, sample_rows, fit_args.seed)
         validation = _sample(eval_dataset, validation_rows, fit_args.seed)
-        candidates = {layer: _at_layer(model, layer) for layer in layers}
-        _extract(model, candidates, [train, validation], processing_class, fit_args)
-        return {layer: _fit(m, train, validation, processing_class, fit_args) for layer, m in candidates.items()}
+        _extract(model, layers, [train, validation], processing_class, fit_args)
+        return {layer: _fit(model, layer, train, validation, processing_class, fit_args) for layer in layers}
 
 
 def best_layer(results: dict[int, float]) -> int:
@@ -122,23 +121,29 @@ def _at_layer(
 
 def _extract(
     model: RelishForSequenceRegression,
-    candidates: dict[int, RelishForSequenceRegression],
+    layers: list[int],
     parts: list[Any],
     tokenizer: Any,
     args: RelishTrainingArguments,
 ) -> None:
     """Keep all candidates' states of all parts, each text run once through the backbone."""
-    caches = [FeatureCache(m, args.features_dir, args.features_dtype) for m in candidates.values()]
-    reader = _at_layer(model, layers=list(candidates)) if len(candidates) > 1 else next(iter(candidates.values()))
+    caches = [FeatureCache(_at_layer(model, layer), args.features_dir, args.features_dtype) for layer in layers]
+    reader = _at_layer(model, layers=layers)
     for part in parts:
         ids = token_ids(part, "layer search", model.config, tokenizer)
         fill_layers(caches, reader, ids, show_progress=not args.disable_tqdm)
 
 
 def _fit(
-    candidate: RelishForSequenceRegression, train: Any, validation: Any, tokenizer: Any, args: RelishTrainingArguments
+    model: RelishForSequenceRegression,
+    layer: int,
+    train: Any,
+    validation: Any,
+    tokenizer: Any,
+    args: RelishTrainingArguments,
 ) -> float:
-    set_seed(args.seed)
+    set_seed(args.seed)  # every layer's head starts alike
+    candidate = _at_layer(model, layer)
     trainer = RelishTrainer(candidate, args, train_dataset=train, eval_dataset=validation, processing_class=tokenizer)
     trainer.train()
     scores = [entry["eval_pearson"] for entry in trainer.state.log_history if "eval_pearson" in entry]

@@ -30,14 +30,6 @@ MODEL_FILES = {"config.json", "model.safetensors"}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True, scope="module")
 def settings(tmp_path_factory):
     """Keep everything in float32, so that numbers can be compared, and nothing in the user's home."""
     original = RelishTrainingArguments.__post_init__

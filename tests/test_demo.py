@@ -6,7 +6,6 @@ import re
 
 import numpy as np
 import pytest
-import torch
 import typer
 from tiny import NEGATIVE, POSITIVE, TEXTS, save_backbone, score_of
 from typer.testing import CliRunner
@@ -23,14 +22,6 @@ class SentimentIntensityAnalyzer:
         good, bad = (sum(w in s for w in words) for s in ({POSITIVE!r}, {NEGATIVE!r}))
         return {{"neg": 0.0, "neu": 1.0, "pos": 0.0, "compound": (0.75 * good - 0.5 * bad) / 4}}
 """
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

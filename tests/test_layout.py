@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from tiny import SCORES, TEXTS, save_backbone
 
 import modeling_relish
@@ -35,14 +34,6 @@ def listed() -> dict[str, str]:
 
 
 ORDER = [path.removeprefix("modeling_relish/") for path in listed() if re.match(r"modeling_relish/.", path)]
-
-
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def imports(path: Path) -> list[tuple[int, str]]:
@@ -117,7 +108,7 @@ def test_nothing_is_unpickled_and_no_path_of_a_machine_is_written_down():
             assert [needle for needle in needles if needle in text] == [], name
 
 
-def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys, one_thread):
+def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RELISH_HOME", str(tmp_path / "home"))
     with Path("data.csv").open("w", newline="", encoding="utf-8") as file:

@@ -26,15 +26,12 @@ SGD = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 0.1, "m
 
 @contextmanager
 def workbench() -> Iterator[None]:
-    """Use one thread, for these matrices are tiny; let Trainer collect no garbage; let pytest see what is logged."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Let Trainer collect no garbage; let pytest see what is logged."""
     gc.freeze()
     logging.enable_propagation()
     yield
     logging.disable_propagation()
     gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 def tiny_model(backbone: str | PreTrainedModel | None = None, seed: int = 0, **kwargs) -> RelishForSequenceRegression:
