@@ -118,7 +118,10 @@ def head(runs: int = 7, batch: int = 32, output: Path = RESULTS, small: bool = F
 
 def prepared(data, rows, layer, features, dtype=None):
     """A model, its tokenizer, the rows' token ids, and a filled cache."""
-    split = load_split(data, Columns(text=("text_a", "text_b"), label=("score",)), split="train").select(range(rows))
+    split = load_split(data, Columns(text=("text_a", "text_b"), label=("score",)), split="train")
+    split = split.select(
+        np.linspace(0, len(split) - 1, rows).astype(int)
+    )  # the table is sorted by source, and so by length
     set_seed(0)
     model = RelishForSequenceRegression.from_backbone(
         DEFAULT_BACKBONE,
@@ -282,7 +285,12 @@ def memory(gigabytes: float = 8.0, steps: int = 60, output: Path = RESULTS):
 
 
 @app.command("memory-run", hidden=True)
-def memory_run(folder: str, gigabytes: float, steps: int, fill: bool = False):
+def memory_run(
+    folder: Annotated[str, typer.Option()],
+    gigabytes: Annotated[float, typer.Option()],
+    steps: Annotated[int, typer.Option()],
+    fill: bool = False,
+):
     D, T = 2048, 256
     torch.manual_seed(0)
     model = RelishForSequenceRegression(head_config(D)).freeze_backbone()
