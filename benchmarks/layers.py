@@ -22,7 +22,7 @@ from modeling_relish.base_model_relish import resolve_backbone
 from modeling_relish.cli_shared import DEFAULT_BACKBONE, compute_dtype, write_json
 from modeling_relish.data import Columns, load_splits
 from modeling_relish.features import fill_layers
-from modeling_relish.layer_search import _at_layer, best_layer, candidate_layers, search_layer
+from modeling_relish.layer_search import at_layer, best_layer, candidate_layers, search_layer
 from modeling_relish.trainer import token_ids
 
 
@@ -49,9 +49,9 @@ def main(
     print("search", found, best_layer(found), f"{seconds:.0f} s", flush=True)
 
     layers = candidate_layers(whole.config.num_hidden_layers)
-    caches = [FeatureCache(_at_layer(whole, layer)) for layer in layers]
+    caches = [FeatureCache(at_layer(whole, layer)) for layer in layers]
     for split in splits.values():
-        fill_layers(caches, _at_layer(whole, layers=layers), token_ids(split, "all", whole.config, tokenizer))
+        fill_layers(caches, at_layer(whole, layers=layers), token_ids(split, "all", whole.config, tokenizer))
     tested = {}
     for layer in layers:
         result = run(splits, {"backbone_layer": layer}, 3e-4, epochs, seed, backbone, TEMPLATE, (label_min, label_max))

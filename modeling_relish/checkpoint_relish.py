@@ -78,10 +78,11 @@ class RelishPreTrainedModel(PreTrainedModel):
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer
             loaded = load_backbone(name, cut, **hub, **loading)
         kwargs["max_length"] = _bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config)
-        backbone_config._name_or_path = ""  # where it lay on this machine is nobody else's business
         config = RelishConfig(
             backbone_name_or_path=name, backbone_revision=revision, backbone_config=backbone_config, **kwargs
         )
+        # Where it lay on this machine is nobody else's business. Of the copy: a live model keeps its name.
+        config.backbone_config._name_or_path = ""
         PromptTemplate(config.prompt_template)
         return cls(config, loaded)._adopt_base(loaded)
 
@@ -100,18 +101,25 @@ class RelishPreTrainedModel(PreTrainedModel):
             pretrained_model_name_or_path: Hub id or folder.
             *model_args: For `PreTrainedModel.from_pretrained`.
             config: A configuration to use instead of the checkpoint's.
-            backbone: A loaded base model to share; nothing of it is then read from disk.
+            backbone: A loaded base model to share with a head-only checkpoint; nothing of it is then read from disk.
             **kwargs: As for `PreTrainedModel.from_pretrained`; settings of [`RelishConfig`] override the checkpoint's.
 
         Raises:
-            BackboneError: if the base model is missing or incomplete; the message names it.
+            BackboneError: if the base model is missing or incomplete (the message names it), or `backbone` is given for a
+                checkpoint that holds its own.
             BackboneMismatchError: if its weights are not those the head was trained on.
         """
         if not isinstance(config, RelishConfig):
             own = {k: kwargs.pop(k) for k in list(kwargs) if k in RelishConfig.__dataclass_fields__ and k != "dtype"}
             hub = {k: kwargs[k] for k in _HUB_KWARGS if k in kwargs}
             config = RelishConfig.from_pretrained(config or pretrained_model_name_or_path, **hub, **own)
-        if config.backbone_in_checkpoint and backbone is None:
+        if config.backbone_in_checkpoint and backbone is not None:
+            # The base model's fingerprint would fit, and its untrained weights would give another score.
+            raise BackboneError(
+                f"the checkpoint {os.fspath(pretrained_model_name_or_path)!r} holds its own backbone weights, which may be trained; "
+                "leave backbone= out."
+            )
+        if config.backbone_in_checkpoint:
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         loading_info = kwargs.pop("output_loading_info", False)
         config.name_or_path = os.fspath(pretrained_model_name_or_path)

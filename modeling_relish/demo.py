@@ -52,7 +52,7 @@ def main(
     epochs: Annotated[float, typer.Option(help="Passes over the training rows.")] = 6.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all metrics here.")] = None,
 ) -> None:
-    """Fetch, train, compare and predict; about four minutes on two cores after the downloads."""
+    """Fetch, train, compare and predict; one to three minutes on two cores after the downloads."""
     fetch_backbone(DEFAULT_BACKBONE.split(":")[1])
     lexicon = fetch_lexicon()
     started = time.monotonic()

@@ -68,7 +68,7 @@ class FeatureCache:
         shard_tokens: Tokens per shard, the unit that a kill loses at most.
 
     Raises:
-        FeatureCacheError: if the backbone is trained, or the folder holds something else.
+        FeatureCacheError: if the backbone is trained, or the dtype is not one of these.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ def _sample(dataset: Any, rows: int, seed: int) -> Any:
     return dataset.select(sorted(np.random.default_rng(seed).permutation(len(dataset))[:rows].tolist()))
 
 
-def _at_layer(
+def at_layer(
     model: RelishForSequenceRegression, layer: int | None = None, layers: list[int] | None = None
 ) -> RelishForSequenceRegression:
     """Build a model on other layers of the same backbone, sharing its weights, with a fresh head."""
@@ -127,8 +127,8 @@ def _extract(
     args: RelishTrainingArguments,
 ) -> None:
     """Keep all candidates' states of all parts, each text run once through the backbone."""
-    caches = [FeatureCache(_at_layer(model, layer), args.features_dir, args.features_dtype) for layer in layers]
-    reader = _at_layer(model, layers=layers)
+    caches = [FeatureCache(at_layer(model, layer), args.features_dir, args.features_dtype) for layer in layers]
+    reader = at_layer(model, layers=layers)
     for part in parts:
         ids = token_ids(part, "layer search", model.config, tokenizer)
         fill_layers(caches, reader, ids, show_progress=not args.disable_tqdm)
@@ -143,7 +143,7 @@ def _fit(
     args: RelishTrainingArguments,
 ) -> float:
     set_seed(args.seed)  # every layer's head starts alike
-    candidate = _at_layer(model, layer)
+    candidate = at_layer(model, layer)
     trainer = RelishTrainer(candidate, args, train_dataset=train, eval_dataset=validation, processing_class=tokenizer)
     trainer.train()
     scores = [entry["eval_pearson"] for entry in trainer.state.log_history if "eval_pearson" in entry]

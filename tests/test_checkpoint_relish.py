@@ -139,6 +139,24 @@ def test_backbone_in_memory_is_shared_and_nothing_else_is_read(trained, base, tm
         RelishForSequenceRegression.from_pretrained(tmp_path / "out", backbone=tiny_backbone("llama", seed=5))
 
 
+def test_two_heads_on_one_loaded_backbone_both_name_it(base, tmp_path):
+    backbone = AutoModel.from_pretrained(base)
+    for name in ("one", "two"):
+        model = RelishForSequenceRegression.from_backbone(backbone, prompt_template=TEMPLATE)
+        model.save_pretrained(tmp_path / name)
+        assert model.config.backbone_name_or_path == str(base)
+        assert all(k.startswith("score.") for k in load_file(tmp_path / name / "model.safetensors"))
+    assert backbone.config._name_or_path == str(base)
+
+
+def test_base_model_is_not_taken_for_a_trained_backbone(trained, base, tmp_path):
+    with torch.no_grad():
+        trained.backbone.layers[0].mlp.up_proj.weight.add_(0.01)
+    trained.save_pretrained(tmp_path / "out")
+    with pytest.raises(BackboneError, match="holds its own backbone weights"):
+        RelishForSequenceRegression.from_pretrained(tmp_path / "out", backbone=AutoModel.from_pretrained(base))
+
+
 def test_pinned_revision_reaches_the_loader(trained, tmp_path, monkeypatch):
     trained.config.backbone_revision = "abc123"
     trained.save_pretrained(tmp_path / "out")
