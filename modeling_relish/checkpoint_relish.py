@@ -116,8 +116,8 @@ class RelishPreTrainedModel(PreTrainedModel):
         if config.backbone_in_checkpoint and backbone is not None:
             # The base model's fingerprint would fit, and its untrained weights would give another score.
             raise BackboneError(
-                f"the checkpoint {os.fspath(pretrained_model_name_or_path)!r} holds its own backbone weights, which may be trained; "
-                "leave backbone= out."
+                f"the checkpoint {os.fspath(pretrained_model_name_or_path)!r} holds its own backbone weights, "
+                "which may be trained; leave backbone= out."
             )
         if config.backbone_in_checkpoint:
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
