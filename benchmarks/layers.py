@@ -23,7 +23,7 @@ from modeling_relish.cli_shared import DEFAULT_BACKBONE, compute_dtype, write_js
 from modeling_relish.data import Columns, load_splits
 from modeling_relish.features import fill_layers
 from modeling_relish.layer_search import at_layer, best_layer, candidate_layers, search_layer
-from modeling_relish.trainer import token_ids
+from modeling_relish.training_data import token_ids
 
 
 def main(

@@ -16,8 +16,9 @@ from transformers.utils import logging
 from .base_model_relish import bare_model
 from .features import FeatureCache, fill_layers
 from .modeling_relish import RelishForSequenceRegression
-from .trainer import RelishTrainer, token_ids
+from .trainer import RelishTrainer
 from .training_args import RelishTrainingArguments
+from .training_data import token_ids
 
 logger = logging.get_logger(__name__)
 

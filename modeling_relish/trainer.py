@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
 from .configuration_relish import OBJECTIVES, RelishConfigError
-from .data import TableError, check_label
+from .data import TableError
 from .data_collator import RelishCollator
 from .features import FeatureCache, FeatureDataset
 from .metrics import make_compute_metrics
 from .modeling_relish import RelishForSequenceRegression
-from .text_relish import PromptTemplate, encode_rows
 from .training_args import RelishTrainingArguments
+from .training_data import (
+    TokenDataset,
+    checked_weights,
+    column_names,
+    column_values,
+    find_label_columns,
+    find_weight_column,
+    label_values,
+    token_ids,
+)
 
 logger = logging.get_logger(__name__)
-
-LABEL_NAMES = ("labels", "label", "score")
-
-
-class TokenDataset(Dataset):
-    """Rows of token ids with their labels: `input_ids` (T,), `labels` (K,), `sample_weight`."""
-
-    def __init__(self, ids: Sequence[Sequence[int]], columns: dict[str, Any]) -> None:
-        self.ids = ids
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.ids[index], **{name: values[index] for name, values in self.columns.items()}}
 
 
 class RelishTrainer(Trainer):
@@ -140,17 +133,17 @@ class RelishTrainer(Trainer):
             return
         if not len(dataset):
             raise TableError("the train data has no row.")
-        columns = self._label_columns(dataset, "train", required=False)
-        weight_column = self._weight_column(dataset, "train", required=True)
-        weights = _column(dataset, weight_column)
+        columns = find_label_columns(dataset, "train", self.args.label_columns, required=False)
+        weight_column = find_weight_column(dataset, "train", self.args.weight_column, required=True)
+        weights = column_values(dataset, weight_column)
         if weights is not None:
-            mean = float(np.mean(_checked(weights, weight_column, "train", minimum=0.0)))
+            mean = float(np.mean(checked_weights(weights, weight_column, "train", minimum=0.0)))
             if mean <= 0:
                 raise TableError("the weights of the train data are all zero: no row would count.")
             self._weight_scale = 1.0 / mean
         if not columns:
             return
-        labels = self._labels(dataset, columns, "train")
+        labels = label_values(dataset, columns, "train", self.relish.config.num_labels)
         config = self.relish.config
         if config.label_mean is None and self.args.standardize_labels:
             std = labels.std(axis=0)
@@ -163,44 +156,6 @@ class RelishTrainer(Trainer):
         if self.args.label_columns and len(self.args.label_columns) == config.num_labels:
             config.id2label = dict(enumerate(self.args.label_columns))
             config.label2id = {name: i for i, name in config.id2label.items()}
-
-    def _label_columns(self, dataset: Any, name: str, *, required: bool) -> list[str]:
-        present = _column_names(dataset)
-        wanted = self.args.label_columns
-        if "labels" in present and (wanted is None or not set(wanted) <= set(present)):
-            return ["labels"]
-        if wanted is not None:
-            if missing := [c for c in wanted if c not in present]:
-                raise TableError(f"the {name} data has no label column {missing}; its columns are {present}.")
-            return list(wanted)
-        found = [c for c in LABEL_NAMES if c in present][:1]
-        if required and not found:
-            raise TableError(
-                f"the {name} data has no label: none of {list(LABEL_NAMES)} is among its columns {present}. Name it with "
-                "label_columns=[...]."
-            )
-        return found
-
-    def _labels(self, dataset: Any, columns: list[str], name: str) -> np.ndarray:
-        """Return (N, K) checked float64 labels."""
-        K = self.relish.config.num_labels
-        values = [_column(dataset, c) for c in columns]
-        rows = [_flat(row) for row in zip(*values, strict=True)]
-        for number, row in enumerate(rows):
-            if len(row) != K:
-                raise TableError(
-                    f"{name} data, row {number + 1}: {len(row)} target(s) in column(s) {columns}, the model has num_labels={K}."
-                )
-        where = ", ".join(columns)
-        return np.array(
-            [[check_label(v, where=f"{name} data", column=where, row=i + 1) for v in r] for i, r in enumerate(rows)]
-        )
-
-    def _weight_column(self, dataset: Any, name: str, *, required: bool) -> str | None:
-        present, wanted = _column_names(dataset), self.args.weight_column
-        if required and wanted is not None and wanted not in present and "sample_weight" not in present:
-            raise TableError(f"the {name} data has no weight column {wanted!r}; its columns are {present}.")
-        return next((c for c in (wanted, "sample_weight") if c in present), None)
 
     # ------------------------------------------------------------------ data sets
 
@@ -217,7 +172,7 @@ class RelishTrainer(Trainer):
                     f"streamed {name} data needs token columns (input_ids, labels); its columns are {present}."
                 )
             return dataset
-        if {"hidden_states", "inputs_embeds"} & set(_column_names(dataset)):
+        if {"hidden_states", "inputs_embeds"} & set(column_names(dataset)):
             return dataset
         ids = token_ids(dataset, name, self.relish.config, self.processing_class)
         columns = self._columns(dataset, name, is_train)
@@ -229,13 +184,13 @@ class RelishTrainer(Trainer):
 
     def _columns(self, dataset: Any, name: str, is_train: bool) -> dict[str, np.ndarray]:
         columns: dict[str, np.ndarray] = {}
-        label_columns = self._label_columns(dataset, name, required=is_train)
+        label_columns = find_label_columns(dataset, name, self.args.label_columns, required=is_train)
         if label_columns:
-            columns["labels"] = self._labels(dataset, label_columns, name).astype(np.float32)
-        weight_column = self._weight_column(dataset, name, required=is_train)
-        weights = _column(dataset, weight_column)
+            columns["labels"] = label_values(dataset, label_columns, name, self.relish.config.num_labels).astype(np.float32)
+        weight_column = find_weight_column(dataset, name, self.args.weight_column, required=is_train)
+        weights = column_values(dataset, weight_column)
         if weights is not None:
-            checked = _checked(weights, weight_column, name, minimum=0.0)
+            checked = checked_weights(weights, weight_column, name, minimum=0.0)
             columns["sample_weight"] = (checked * self._weight_scale).astype(np.float32)
         return columns
 
@@ -265,31 +220,6 @@ class RelishTrainer(Trainer):
         return self._cache
 
 
-def token_ids(dataset: Any, name: str, config: Any, tokenizer: Any) -> list[list[int]]:
-    """Return the token ids of every row's prompt: from `input_ids`, without padding, or from the template's text columns."""
-    present = _column_names(dataset)
-    if "input_ids" in present:
-        ids = _column(dataset, "input_ids") or []
-        masks = _column(dataset, "attention_mask" if "attention_mask" in present else None)
-        masks = masks or [[1] * len(row) for row in ids]
-        kept = [[int(t) for t, m in zip(row, mask, strict=True) if m] for row, mask in zip(ids, masks, strict=True)]
-        if [] in kept:
-            raise TableError(
-                f"{name} data, row {kept.index([]) + 1}: it has no token, or its attention_mask is all zero."
-            )
-        return kept
-    template = PromptTemplate(config.prompt_template)
-    if missing := [f for f in template.fields if f not in present]:
-        raise TableError(
-            f"the {name} data has no column {missing}, which the prompt template {template.template!r} names; its columns "
-            f"are {present}."
-        )
-    if tokenizer is None:
-        raise ValueError("text columns need processing_class=tokenizer.")
-    rows = ({f: row[f] for f in template.fields} for row in dataset)
-    return list(encode_rows(rows, template, tokenizer, config.max_length, config.truncation))
-
-
 def _relish_model(model: Any) -> RelishForSequenceRegression:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, RelishForSequenceRegression):
@@ -314,35 +244,3 @@ def _apply_settings(model: RelishForSequenceRegression, args: RelishTrainingArgu
         model.unfreeze_backbone()
 
 
-def _column_names(dataset: Any) -> list[str]:
-    names = getattr(dataset, "column_names", None)
-    return list(names) if names is not None else list(dataset[0]) if len(dataset) else []
-
-
-def _column(dataset: Any, name: str | None) -> list[Any] | None:
-    """Return a column of a `datasets.Dataset` or of any sequence of dicts."""
-    if name is None:
-        return None
-    if name not in _column_names(dataset):
-        raise TableError(f"the data has no column {name!r}; its columns are {_column_names(dataset)}.")
-    return list(dataset[name]) if hasattr(dataset, "column_names") else [dataset[i][name] for i in range(len(dataset))]
-
-
-def _flat(row: tuple[Any, ...]) -> list[Any]:
-    out: list[Any] = []
-    for value in row:
-        value = value.tolist() if hasattr(value, "tolist") else value
-        out.extend(value if isinstance(value, (list, tuple)) else [value])
-    return out
-
-
-def _checked(values: Sequence[Any], column: str | None, name: str, minimum: float) -> np.ndarray:
-    checked = np.array(
-        [check_label(v, where=f"{name} data", column=str(column), row=i + 1) for i, v in enumerate(values)]
-    )
-    if (checked < minimum).any():
-        row = int(np.argmax(checked < minimum))
-        raise TableError(
-            f"{name} data, column {column!r}, row {row + 1}: a weight must be at least {minimum}, got {checked[row]}."
-        )
-    return checked

@@ -1,0 +1,150 @@
+"""`relish train`."""
+
+from __future__ import annotations
+
+import shutil
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .cli_shared import (
+    DEFAULT_BACKBONE,
+    choose_layer,
+    compute_dtype,
+    default_template,
+    find_layer,
+    say,
+    show_metrics,
+    strip_prefix,
+    write_json,
+)
+
+
+class Head(str, Enum):
+    """Heads that `relish train` knows."""
+
+    relish = "relish"
+    linear = "linear"
+    mlp = "mlp"
+
+
+class Objective(str, Enum):
+    """Objectives that `relish train` knows."""
+
+    huber = "huber"
+    mse = "mse"
+
+
+def train(
+    data: Annotated[
+        str, typer.Argument(help="csv, tsv, jsonl, parquet, a folder with train/validation/test, or a hub id.")
+    ],
+    label: Annotated[list[str], typer.Option(help="Column with the number to predict; repeat for several targets.")],
+    output: Annotated[Path, typer.Option(help="Folder for the trained model.")],
+    text: Annotated[
+        list[str] | None, typer.Option(help="Text column; repeat for several. Default: every text column.")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(help="Prompt, as 'Sentence 1: {text_a}\\nSentence 2: {text_b}\\nScore:'.")
+    ] = None,
+    validation: Annotated[
+        str | None, typer.Option(help="Table to choose the best epoch on; default: a tenth of the rows.")
+    ] = None,
+    test: Annotated[str | None, typer.Option(help="Table to report on; default: a tenth of the rows.")] = None,
+    backbone: Annotated[str, typer.Option(help="Hub id, folder, or embedded:NAME.")] = DEFAULT_BACKBONE,
+    revision: Annotated[str | None, typer.Option(help="Of the backbone on the hub.")] = None,
+    backbone_layer: Annotated[
+        str, typer.Option(help="A layer's number, 'middle', 'last', or 'auto' to search.")
+    ] = "middle",
+    head: Annotated[Head, typer.Option(help="relish, linear or mlp.")] = Head.relish,
+    pooling: Annotated[str, typer.Option(help="mean, last or first token (linear, mlp).")] = "mean",
+    objective: Annotated[Objective, typer.Option(help="huber or mse.")] = Objective.huber,
+    epochs: Annotated[float, typer.Option(help="Passes over the training rows.")] = 8.0,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Default 3e-4 for relish, 1e-3 for linear and mlp.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 32,
+    weight: Annotated[str | None, typer.Option(help="Column with a weight per row.")] = None,
+    label_min: Annotated[float | None, typer.Option(help="Lower end of the label's scale (for NRMSE).")] = None,
+    label_max: Annotated[float | None, typer.Option(help="Upper end of the label's scale.")] = None,
+    max_length: Annotated[int, typer.Option(help="Longest prompt in tokens.")] = 1024,
+    train_backbone: Annotated[
+        bool, typer.Option("--train-backbone", help="Train every weight, not the head alone.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="For splits, head and order of rows.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in the output folder.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model that is in the output folder.")
+    ] = False,
+) -> None:
+    """Train a regressor on a table, report it on held-out rows and save it."""
+    from transformers import AutoTokenizer, set_seed
+
+    from .base_model_relish import resolve_backbone
+    from .data import Columns, guess_text_columns, load_splits
+    from .modeling_relish import RelishForSequenceRegression
+    from .text_relish import PromptTemplate
+    from .trainer import RelishTrainer
+    from .training_args import RelishTrainingArguments
+
+    if (output / "config.json").exists() and not overwrite:
+        raise ValueError(f"{output} holds a model already; choose another --output, or --overwrite.")
+    if (label_min is None) != (label_max is None):
+        raise ValueError("--label-min and --label-max belong together: give both or neither.")
+    work = output / "checkpoints"
+    if not (resume or overwrite) and any(work.glob("checkpoint-*")):
+        raise ValueError(f"{work} has checkpoints of a run that did not end; --resume it, or --overwrite them.")
+    # Between single quotes, as in this option's help, a shell leaves \n as two characters.
+    template = template.replace("\\n", "\n") if template else None
+    text_columns = tuple(
+        text or (PromptTemplate(template).fields if template else guess_text_columns(data, label, weight))
+    )
+    template = template or default_template(text_columns)
+    columns = Columns(text=text_columns, label=tuple(label), weight=weight)
+    splits = load_splits(data, columns, validation=validation, test=test, seed=seed)
+    say(f"rows: {', '.join(f'{name} {len(split)}' for name, split in splits.items())}\nprompt: {template!r}")
+    scale = {} if label_min is None else {"label_min": [label_min] * len(label), "label_max": [label_max] * len(label)}
+
+    def start(layer: int | None, **more: Any) -> RelishForSequenceRegression:
+        set_seed(seed)
+        return RelishForSequenceRegression.from_backbone(
+            backbone, revision=revision, backbone_layer=layer, head_type=head.value, pooling=pooling, num_labels=len(label),
+            prompt_template=template, max_length=max_length, objective=objective.value,
+            dtype="float32" if train_backbone else compute_dtype(), **scale, **more,
+        )  # fmt: skip
+
+    layer = choose_layer(backbone, backbone_layer, revision)
+    tokenizer = AutoTokenizer.from_pretrained(
+        resolve_backbone(backbone), **({"revision": revision} if revision else {})
+    )
+    if not resume:  # else a later --resume could go on from the other run's
+        shutil.rmtree(work, ignore_errors=True)
+    args = RelishTrainingArguments(
+        output_dir=str(work), num_train_epochs=epochs, per_device_train_batch_size=batch_size,
+        learning_rate=learning_rate or (3e-4 if head is Head.relish else 1e-3), freeze_backbone=not train_backbone,
+        label_columns=list(label), eval_strategy="epoch", save_strategy="epoch", save_total_limit=1, logging_strategy="epoch",
+        load_best_model_at_end=True, metric_for_best_model="pearson", greater_is_better=True, warmup_steps=0.1,
+        report_to="none", seed=seed,
+    )  # fmt: skip
+    if backbone_layer == "auto":
+        best, found = find_layer(start, splits, tokenizer, args, work, resume=resume)
+        model = start(best, layer_search=found)
+    else:
+        model = start(layer)
+    say(f"backbone: {backbone}, {model.config.layer_name}")
+    trainer = RelishTrainer(
+        model, args, train_dataset=splits["train"], eval_dataset=splits["validation"], processing_class=tokenizer
+    )
+    trainer.train(resume_from_checkpoint=True if resume else None)
+    report = {"validation": trainer.evaluate(metric_key_prefix="validation")}
+    if "test" in splits:
+        report["test"] = trainer.evaluate(splits["test"], metric_key_prefix="test")
+    trainer.save_model(str(output))
+    write_json(output / "metrics.json", {name: strip_prefix(metrics, name) for name, metrics in report.items()})
+    shutil.rmtree(work)
+    show_metrics({name: strip_prefix(metrics, name) for name, metrics in report.items()})
+    say(f"saved to {output}; use it with: relish predict {output} table.csv --output scored.csv")

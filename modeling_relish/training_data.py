@@ -1,0 +1,128 @@
+"""What training reads from a data set: columns, labels, weights and the prompts' token ids, each checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from .data import TableError, check_label
+from .text_relish import PromptTemplate, encode_rows
+
+LABEL_NAMES = ("labels", "label", "score")
+
+
+class TokenDataset(Dataset):
+    """Rows of token ids with their labels: `input_ids` (T,), `labels` (K,), `sample_weight`."""
+
+    def __init__(self, ids: Sequence[Sequence[int]], columns: dict[str, Any]) -> None:
+        self.ids = ids
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.ids[index], **{name: values[index] for name, values in self.columns.items()}}
+
+
+def find_label_columns(dataset: Any, name: str, wanted: list[str] | None, *, required: bool) -> list[str]:
+    """Return the columns that hold the targets: those named, else the first of the usual names."""
+    present = column_names(dataset)
+    if "labels" in present and (wanted is None or not set(wanted) <= set(present)):
+        return ["labels"]
+    if wanted is not None:
+        if missing := [c for c in wanted if c not in present]:
+            raise TableError(f"the {name} data has no label column {missing}; its columns are {present}.")
+        return list(wanted)
+    found = [c for c in LABEL_NAMES if c in present][:1]
+    if required and not found:
+        raise TableError(
+            f"the {name} data has no label: none of {list(LABEL_NAMES)} is among its columns {present}. Name it with "
+            "label_columns=[...]."
+        )
+    return found
+
+
+def label_values(dataset: Any, columns: list[str], name: str, num_labels: int) -> np.ndarray:
+    """Return (N, K) checked float64 labels."""
+    values = [column_values(dataset, c) for c in columns]
+    rows = [_flat(row) for row in zip(*values, strict=True)]
+    for number, row in enumerate(rows):
+        if len(row) != num_labels:
+            raise TableError(
+                f"{name} data, row {number + 1}: {len(row)} target(s) in column(s) {columns}, the model has num_labels={num_labels}."
+            )
+    where = ", ".join(columns)
+    return np.array(
+        [[check_label(v, where=f"{name} data", column=where, row=i + 1) for v in r] for i, r in enumerate(rows)]
+    )
+
+
+def find_weight_column(dataset: Any, name: str, wanted: str | None, *, required: bool) -> str | None:
+    """Return the column with the rows' weights, if there is one."""
+    present = column_names(dataset)
+    if required and wanted is not None and wanted not in present and "sample_weight" not in present:
+        raise TableError(f"the {name} data has no weight column {wanted!r}; its columns are {present}.")
+    return next((c for c in (wanted, "sample_weight") if c in present), None)
+
+
+def token_ids(dataset: Any, name: str, config: Any, tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of every row's prompt: from `input_ids`, without padding, or from the template's text columns."""
+    present = column_names(dataset)
+    if "input_ids" in present:
+        ids = column_values(dataset, "input_ids") or []
+        masks = column_values(dataset, "attention_mask" if "attention_mask" in present else None)
+        masks = masks or [[1] * len(row) for row in ids]
+        kept = [[int(t) for t, m in zip(row, mask, strict=True) if m] for row, mask in zip(ids, masks, strict=True)]
+        if [] in kept:
+            raise TableError(
+                f"{name} data, row {kept.index([]) + 1}: it has no token, or its attention_mask is all zero."
+            )
+        return kept
+    template = PromptTemplate(config.prompt_template)
+    if missing := [f for f in template.fields if f not in present]:
+        raise TableError(
+            f"the {name} data has no column {missing}, which the prompt template {template.template!r} names; its columns "
+            f"are {present}."
+        )
+    if tokenizer is None:
+        raise ValueError("text columns need processing_class=tokenizer.")
+    rows = ({f: row[f] for f in template.fields} for row in dataset)
+    return list(encode_rows(rows, template, tokenizer, config.max_length, config.truncation))
+
+
+def column_names(dataset: Any) -> list[str]:
+    names = getattr(dataset, "column_names", None)
+    return list(names) if names is not None else list(dataset[0]) if len(dataset) else []
+
+
+def column_values(dataset: Any, name: str | None) -> list[Any] | None:
+    """Return a column of a `datasets.Dataset` or of any sequence of dicts."""
+    if name is None:
+        return None
+    if name not in column_names(dataset):
+        raise TableError(f"the data has no column {name!r}; its columns are {column_names(dataset)}.")
+    return list(dataset[name]) if hasattr(dataset, "column_names") else [dataset[i][name] for i in range(len(dataset))]
+
+
+def _flat(row: tuple[Any, ...]) -> list[Any]:
+    out: list[Any] = []
+    for value in row:
+        value = value.tolist() if hasattr(value, "tolist") else value
+        out.extend(value if isinstance(value, (list, tuple)) else [value])
+    return out
+
+
+def checked_weights(values: Sequence[Any], column: str | None, name: str, minimum: float) -> np.ndarray:
+    checked = np.array(
+        [check_label(v, where=f"{name} data", column=str(column), row=i + 1) for i, v in enumerate(values)]
+    )
+    if (checked < minimum).any():
+        row = int(np.argmax(checked < minimum))
+        raise TableError(
+            f"{name} data, column {column!r}, row {row + 1}: a weight must be at least {minimum}, got {checked[row]}."
+        )
+    return checked
