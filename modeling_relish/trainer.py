@@ -143,7 +143,7 @@ class RelishTrainer(Trainer):
             self._weight_scale = 1.0 / mean
         if not columns:
             return
-        labels = label_values(dataset, columns, "train", self.relish.config.num_labels)
+        labels = label_values(dataset, columns, "train", self.relish.config.num_labels or 1)
         config = self.relish.config
         if config.label_mean is None and self.args.standardize_labels:
             std = labels.std(axis=0)
@@ -186,7 +186,9 @@ class RelishTrainer(Trainer):
         columns: dict[str, np.ndarray] = {}
         label_columns = find_label_columns(dataset, name, self.args.label_columns, required=is_train)
         if label_columns:
-            columns["labels"] = label_values(dataset, label_columns, name, self.relish.config.num_labels).astype(np.float32)
+            columns["labels"] = label_values(dataset, label_columns, name, self.relish.config.num_labels or 1).astype(
+                np.float32
+            )
         weight_column = find_weight_column(dataset, name, self.args.weight_column, required=is_train)
         weights = column_values(dataset, weight_column)
         if weights is not None:
@@ -242,5 +244,3 @@ def _apply_settings(model: RelishForSequenceRegression, args: RelishTrainingArgu
         model.freeze_backbone()
     else:
         model.unfreeze_backbone()
-
-

@@ -53,7 +53,8 @@ def label_values(dataset: Any, columns: list[str], name: str, num_labels: int) -
     for number, row in enumerate(rows):
         if len(row) != num_labels:
             raise TableError(
-                f"{name} data, row {number + 1}: {len(row)} target(s) in column(s) {columns}, the model has num_labels={num_labels}."
+                f"{name} data, row {number + 1}: {len(row)} target(s) in column(s) {columns}, the model has "
+                f"num_labels={num_labels}."
             )
     where = ", ".join(columns)
     return np.array(
@@ -95,6 +96,7 @@ def token_ids(dataset: Any, name: str, config: Any, tokenizer: Any) -> list[list
 
 
 def column_names(dataset: Any) -> list[str]:
+    """Return the columns of a `datasets.Dataset` or of any sequence of dicts."""
     names = getattr(dataset, "column_names", None)
     return list(names) if names is not None else list(dataset[0]) if len(dataset) else []
 
@@ -117,6 +119,7 @@ def _flat(row: tuple[Any, ...]) -> list[Any]:
 
 
 def checked_weights(values: Sequence[Any], column: str | None, name: str, minimum: float) -> np.ndarray:
+    """Return the weights as float64; one that is no number, or below the minimum, is told with its column and row."""
     checked = np.array(
         [check_label(v, where=f"{name} data", column=str(column), row=i + 1) for i, v in enumerate(values)]
     )
