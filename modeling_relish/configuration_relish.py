@@ -14,6 +14,9 @@ logger = logging.get_logger(__name__)
 
 HEAD_TYPES = ("relish", "linear", "mlp")
 POOLINGS = ("mean", "last", "first")
+LATENT_INITS = ("learned", "first", "last", "mean", "max")
+LATENT_COMBINATIONS = ("mean", "concat")
+REGRESSORS = ("linear", "mlp")
 OBJECTIVES = ("huber", "mse")
 TRUNCATIONS = ("longest_first", "error")
 
@@ -67,6 +70,12 @@ class RelishConfig(PreTrainedConfig):
         head_num_attention_heads: Attention heads of a refinement step; divides `head_hidden_size`.
         head_intermediate_size: Width of the feed-forward part (and of the `mlp` head's hidden layer).
         num_refinement_steps: L, the number of refinement steps, each with its own parameters.
+        share_refinement_steps: Whether all steps have one set of parameters in common.
+        num_latents: Latent tokens that are refined side by side.
+        latent_combination: What the regressor reads of several latents: their `"mean"`, or all, one after the other (`"concat"`).
+        latent_init: Where the latent starts: `"learned"`, or that plus the `"first"` or `"last"` token of X, its `"mean"` or
+            `"max"` over the tokens.
+        regressor: `"linear"`, or `"mlp"` with one hidden layer of `head_hidden_size` (the `relish` head's).
         head_dropout: Dropout after attention and feed-forward, in [0, 1).
         input_norm: LayerNorm (without parameters) on every token state before the head. `None` follows the layer: on
             where a layer is read that is not the last, for its states are not normalised by the backbone.
@@ -103,6 +112,11 @@ class RelishConfig(PreTrainedConfig):
     head_num_attention_heads: int = 8
     head_intermediate_size: int = 1024
     num_refinement_steps: int = 3
+    share_refinement_steps: bool = False
+    num_latents: int = 1
+    latent_combination: str = "mean"
+    latent_init: str = "learned"
+    regressor: str = "linear"
     head_dropout: float | int = 0.0
     input_norm: bool | None = None
     pooling: str = "mean"
@@ -174,8 +188,16 @@ class RelishConfig(PreTrainedConfig):
         _one_of("head_type", self.head_type, HEAD_TYPES)
         _one_of("pooling", self.pooling, POOLINGS)
         _one_of("objective", self.objective, OBJECTIVES)
+        _one_of("latent_init", self.latent_init, LATENT_INITS)
+        _one_of("latent_combination", self.latent_combination, LATENT_COMBINATIONS)
+        _one_of("regressor", self.regressor, REGRESSORS)
         for name in ("head_hidden_size", "head_num_attention_heads", "head_intermediate_size", "num_refinement_steps"):
             _positive_int(name, getattr(self, name))
+        _positive_int("num_latents", self.num_latents)
+        if not isinstance(self.share_refinement_steps, bool):
+            raise RelishConfigError(
+                f"share_refinement_steps must be true or false, got {self.share_refinement_steps!r}."
+            )
         if self.head_hidden_size % self.head_num_attention_heads:
             raise RelishConfigError(
                 f"head_hidden_size ({self.head_hidden_size}) must be a multiple of head_num_attention_heads "
