@@ -199,7 +199,8 @@ class RelishHead(nn.Module):
         for i in range(self.num_steps):
             step = self.steps[i % len(self.steps)]
             # One by one: latents do not see each other, and attention knows one query per row.
-            latents, weights = zip(*(step(r, tokens, bias, form, self.input_proj) for r in latents), strict=True)
+            read = [step(latent, tokens, bias, form, self.input_proj) for latent in latents]
+            latents, weights = [latent for latent, _ in read], [attention for _, attention in read]
             refined.append(torch.stack(latents, dim=1))
             attentions.append(torch.cat(weights, dim=1) if len(weights) > 1 else weights[0])
         return refined, attentions
