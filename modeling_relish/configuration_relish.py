@@ -29,7 +29,9 @@ _FOREIGN_NAMES = frozenset(
         "_name_or_path",
         "attn_implementation",
         "auto_map",
+        "bos_token_id",
         "custom_pipelines",
+        "eos_token_id",
         "experts_implementation",
         "gradient_checkpointing",
         "model_type",
@@ -42,10 +44,20 @@ _FOREIGN_NAMES = frozenset(
         "use_cache",
     }
 )
+_SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 class RelishConfigError(ValueError):
     """A setting of [`RelishConfig`] that cannot be meant; the message says what came and what was expected."""
+
+
+def _of_backbone(name: str, meaning: str) -> property:
+    """Make a property that reads and writes a setting of the backbone's own configuration."""
+    return property(
+        lambda self: getattr(self._text_config(), name, None),
+        lambda self, value: setattr(self._text_config(), name, value),
+        doc=meaning,
+    )
 
 
 class RelishConfig(PreTrainedConfig):
@@ -129,14 +141,15 @@ class RelishConfig(PreTrainedConfig):
         # A copy: the object may be a live model's, and what is set here (attention kernel, pad token) is not meant for it.
         self.backbone_config = copy.deepcopy(self.backbone_config)
         attention = getattr(self.backbone_config, "_attn_implementation", None)
+        self._check_num_labels(kwargs.get("num_labels"))
         if self.id2label is None:
             kwargs.setdefault("num_labels", 1)
-        pad_token_id = kwargs.pop("pad_token_id", None)
+        special_ids = {name: kwargs.pop(name) for name in _SPECIAL_IDS if kwargs.get(name) is not None}
         super().__post_init__(**kwargs)
         if attention is not None and self._attn_implementation is None:
             self.backbone_config._attn_implementation = attention
-        if pad_token_id is not None:
-            self.pad_token_id = pad_token_id
+        for name, value in special_ids.items():
+            setattr(self, name, value)
         for name in ("label_mean", "label_std", "label_min", "label_max"):
             setattr(self, name, self._per_target(name))
         self._check_head()
@@ -169,6 +182,15 @@ class RelishConfig(PreTrainedConfig):
         if not all(math.isfinite(v) for v in values):
             raise RelishConfigError(f"{name} must be finite, got {values}.")
         return values
+
+    def _check_num_labels(self, num_labels: int | None) -> None:
+        # TRL asks for one label when it loads a reward model by its path. transformers would warn and keep the K targets,
+        # and the first of them would pass for the reward.
+        if num_labels is not None and self.id2label is not None and len(self.id2label) != num_labels:
+            raise RelishConfigError(
+                f"num_labels={num_labels} was asked for, but the targets are {list(self.id2label.values())}. One reward from "
+                "several targets: save modeling_relish.as_reward_model(model, weights), and load that."
+            )
 
     def _check_head(self) -> None:
         _one_of("head_type", self.head_type, HEAD_TYPES)
@@ -290,14 +312,9 @@ class RelishConfig(PreTrainedConfig):
         """Number of layers of the whole backbone, also where it is cut."""
         return self._text_config().num_hidden_layers
 
-    @property
-    def pad_token_id(self) -> int | None:
-        """Padding token of the backbone; never used for masking."""
-        return getattr(self._text_config(), "pad_token_id", None)
-
-    @pad_token_id.setter
-    def pad_token_id(self, value: int | None) -> None:
-        self._text_config().pad_token_id = value
+    pad_token_id = _of_backbone("pad_token_id", "Padding token of the backbone; never used for masking.")
+    bos_token_id = _of_backbone("bos_token_id", "Token that begins a text for the backbone.")
+    eos_token_id = _of_backbone("eos_token_id", "Token that ends a text for the backbone, or a list of them.")
 
     def _text_config(self) -> PreTrainedConfig:
         if self.backbone_config is None:
