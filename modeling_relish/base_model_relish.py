@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .backbone_relish import (
@@ -57,12 +57,15 @@ def whole_config(name: str, hub: dict[str, Any]) -> PreTrainedConfig:
         raise BackboneError(f"the base model {name!r} cannot be loaded: {error}") from error
 
 
-def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) -> PreTrainedModel:
+def load_backbone(
+    name_or_path: str, layer: int | None = None, *, causal_lm: bool = False, **kwargs: Any
+) -> PreTrainedModel:
     """Load a backbone's weights, only those of the first `layer` layers.
 
     Args:
         name_or_path: Hub id, folder, or `embedded:NAME`.
         layer: Where to cut; `None` keeps every layer.
+        causal_lm: Keep the language model's output layer (nothing is cut then).
         **kwargs: For `AutoModel.from_pretrained`: revision, dtype, device_map, quantization_config, token, ...
 
     Raises:
@@ -77,7 +80,11 @@ def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) ->
     except (OSError, ValueError) as error:
         raise BackboneError(f"the base model {name_or_path!r}{_at(hub)} cannot be loaded: {error}") from error
     text_config = whole.get_text_config()
-    check_architecture(text_config)
+    check_architecture(text_config, causal_lm)
+    if causal_lm and text_config is not whole:
+        raise BackboneError(f"{name_or_path!r} is multimodal ({whole.model_type}); use its text-only language model.")
+    if causal_lm:
+        return _from_pretrained(path, name_or_path, whole, kwargs, AutoModelForCausalLM)
     if text_config is not whole:  # a multimodal model: its language part has the weights under a prefix of its own
         config, extra = whole, {}
     else:
@@ -90,11 +97,13 @@ def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) ->
     return backbone
 
 
-def _from_pretrained(path: str, name: str, config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
+def _from_pretrained(
+    path: str, name: str, config: PreTrainedConfig, kwargs: dict[str, Any], auto_class: Any = AutoModel
+) -> PreTrainedModel:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the layers above the cut are reported as unexpected; what is missing is checked below
     try:
-        backbone, info = AutoModel.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
+        backbone, info = auto_class.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
     except OSError as error:
         raise BackboneError(f"the base model {name!r}{_at(kwargs)} cannot be loaded: {error}") from error
     finally:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 
-from .backbone_relish import BackboneError, cut_backbone
+from .backbone_relish import BackboneError, check_architecture, cut_backbone
 from .base_model_relish import (
     BackboneMismatchError,
     backbone_fingerprint,
@@ -22,7 +22,8 @@ from .base_model_relish import (
     whole_config,
     without_pooler,
 )
-from .configuration_relish import RelishConfig, RelishConfigError
+from .configuration_relish import LM_HEADS, RelishConfig, RelishConfigError
+from .number_grid_relish import NumberGrid
 from .text_relish import PromptTemplate
 
 _HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -52,7 +53,8 @@ class RelishPreTrainedModel(PreTrainedModel):
             backbone: Hub id, folder, `embedded:NAME`, or a loaded model (shared, not copied).
             revision: Of the backbone on the Hub.
             **kwargs: Settings of [`RelishConfig`] (backbone_layer, prompt_template, num_labels ...), and what
-                `AutoModel.from_pretrained` takes (dtype, device_map, token ...).
+                `AutoModel.from_pretrained` takes (dtype, device_map, token ...). `number_grid` may be numbers, a mapping
+                word -> number or a `NumberGrid`; `tokenizer` finds its tokens where the backbone's own is not to be loaded.
 
         Raises:
             BackboneError: if the backbone cannot be loaded or cut.
@@ -63,9 +65,11 @@ class RelishPreTrainedModel(PreTrainedModel):
         if unknown := sorted(set(kwargs) - known):
             raise RelishConfigError(f"unknown setting(s) {unknown}; RelishConfig knows {sorted(known)}.")
         layers = {k: kwargs[k] for k in ("backbone_layer", "backbone_layers") if k in kwargs}
+        tokenizer, causal_lm = kwargs.pop("tokenizer", None), kwargs.get("head_type") in (*LM_HEADS, "special_token")
         if isinstance(backbone, PreTrainedModel):
             name = backbone.config._name_or_path or None
-            loaded = without_pooler(bare_model(backbone))
+            loaded = backbone if causal_lm else without_pooler(bare_model(backbone))
+            check_architecture(loaded.config.get_text_config(), causal_lm)
             backbone_config = loaded.config
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer  # checked before anything is cut
             loaded = cut_backbone(loaded, cut)
@@ -76,7 +80,9 @@ class RelishPreTrainedModel(PreTrainedModel):
             hub = {"revision": revision} if revision else {}
             backbone_config = whole_config(name, {**hub, **{k: loading[k] for k in _HUB_KWARGS if k in loading}})
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer
-            loaded = load_backbone(name, cut, **hub, **loading)
+            loaded = load_backbone(name, cut, causal_lm=causal_lm, **hub, **loading)
+        if "number_grid" in kwargs:
+            kwargs["number_grid"] = _resolved_grid(kwargs, tokenizer, name, revision)
         kwargs["max_length"] = _bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config)
         config = RelishConfig(
             backbone_name_or_path=name, backbone_revision=revision, backbone_config=backbone_config, **kwargs
@@ -84,7 +90,26 @@ class RelishPreTrainedModel(PreTrainedModel):
         # Where it lay on this machine is nobody else's business. Of the copy: a live model keeps its name.
         config.backbone_config._name_or_path = ""
         PromptTemplate(config.prompt_template)
+        if config.head_type == "special_token":
+            return cls._from_token_row(config, loaded)
         return cls(config, loaded)._adopt_base(loaded)
+
+    @classmethod
+    def _from_token_row(cls, config: RelishConfig, language_model: PreTrainedModel) -> Any:
+        """Start a `special_token` head at that token's row of the language model's output layer."""
+        output = language_model.get_output_embeddings()
+        token = config.special_token_id
+        if token is None:
+            eos = language_model.config.eos_token_id
+            token = eos[0] if isinstance(eos, (list, tuple)) else eos
+        if output is None or token is None:
+            raise BackboneError("a special_token head needs a causal language model and special_token_id.")
+        config.special_token_id = token
+        base = without_pooler(bare_model(language_model))
+        model = cls(config, base)._adopt_base(base)
+        with torch.no_grad():
+            model.score.regressor.weight.copy_(output.weight[token].float().expand(len(config.target_names), -1))
+        return model
 
     @classmethod
     def from_pretrained(
@@ -230,6 +255,21 @@ class RelishPreTrainedModel(PreTrainedModel):
         return not fingerprints_differ(self._base_fingerprint, backbone_fingerprint(self.backbone))
 
 
+def _resolved_grid(
+    settings: dict[str, Any], tokenizer: Any, name: str | None, revision: str | None
+) -> dict[str, Any]:
+    """Find the tokens of a number grid's values as they follow the prompt."""
+    grid = NumberGrid.from_setting(settings["number_grid"])
+    if grid.tokens is None and tokenizer is None:
+        if name is None:
+            raise BackboneError("a loaded model without a name brings no tokenizer: pass tokenizer= for the number grid.")
+        tokenizer = AutoTokenizer.from_pretrained(
+            resolve_backbone(name), trust_remote_code=False, **({"revision": revision} if revision else {})
+        )
+    template = settings.get("prompt_template", RelishConfig.prompt_template)
+    return grid.resolve(tokenizer, template).to_dict()
+
+
 def _bounded_length(max_length: int, config: Any) -> int:
     """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index)."""
     positions = getattr(config, "max_position_embeddings", None)
@@ -252,10 +292,15 @@ def _load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
         loading["device_map"] = {k: v for k, v in inner.items() if not k.startswith("score")}
     if config.backbone_revision:
         loading["revision"] = config.backbone_revision
-    return load_backbone(config.backbone_name_or_path, config.cut_layer, **loading)
+    return load_backbone(
+        config.backbone_name_or_path, config.cut_layer, causal_lm=config.reads_language_model, **loading
+    )
 
 
 def _share_base(backbone: PreTrainedModel, config: RelishConfig) -> PreTrainedModel:
+    if config.reads_language_model:
+        check_architecture(backbone.config.get_text_config(), causal_lm=True)
+        return backbone
     bare = without_pooler(bare_model(backbone))
     if bare.config.num_hidden_layers == config.num_hidden_layers:
         return cut_backbone(bare, config.cut_layer)

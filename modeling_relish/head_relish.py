@@ -48,7 +48,8 @@ class LatentAttention(nn.Module):
         """Attend once.
 
         Args:
-            latent: (B, d), the query's source.
+            latent: (B, d), the query's source; (1, d) where it is the same for all texts, as in the first step: the query
+                then meets the weights once instead of B times.
             tokens: (B, T, d) projected states X, or (B, T, D) states H under `form="absorbed"`.
             bias: (B, 1, T), 0 for a token and -inf for padding.
             form: one of [`ATTENTION_FORMS`] but "auto".
@@ -57,10 +58,11 @@ class LatentAttention(nn.Module):
         Returns:
             (B, d) output and (B, heads, T) attention weights.
         """
-        B, d = latent.shape
+        B, d = len(tokens), latent.shape[1]
         h, e = self.num_heads, self.head_size
-        q = self.q_proj(latent).view(B, h, e) / math.sqrt(e)
+        q = self.q_proj(latent).view(-1, h, e) / math.sqrt(e)
         if form == "explicit":
+            q = q.expand(B, h, e)
             k = self.k_proj(tokens).view(B, -1, h, e)
             v = self.v_proj(tokens).view(B, -1, h, e)
             weights = torch.softmax(torch.einsum("bhe,bthe->bht", q, k) + bias, dim=-1)
@@ -71,7 +73,7 @@ class LatentAttention(nn.Module):
         query = torch.einsum("bhe,hed->bhd", q, self.k_proj.weight.view(h, e, d))
         if form == "absorbed":
             query = query @ input_proj.weight  # (B, h, D)
-        weights = torch.softmax(query @ tokens.transpose(1, 2) + bias, dim=-1)
+        weights = torch.softmax(query.expand(B, -1, -1) @ tokens.transpose(1, 2) + bias, dim=-1)
         context = weights @ tokens  # (B, h, d or D)
         if form == "absorbed":
             context = F.linear(context, input_proj.weight, input_proj.bias)
@@ -162,7 +164,7 @@ class RelishHead(nn.Module):
         form = self._form(states)
         tokens = states if form == "absorbed" else self.input_proj(states)
         bias = torch.zeros_like(mask, dtype=states.dtype).masked_fill_(~mask.bool(), float("-inf"))[:, None, :]
-        latent = self.latent.expand(len(states), -1)
+        latent = self.latent[None]
         attentions = []
         for step in self.steps:
             latent, weights = step(latent, tokens, bias, form, self.input_proj)
@@ -210,14 +212,19 @@ def cheapest_form(T: int, D: int, d: int, heads: int, steps: int, training: bool
 
 
 class PooledHead(nn.Module):
-    """A static baseline: one pooled token state through a linear layer, or through a two-layer MLP (GELU)."""
+    """A static baseline: one pooled token state through a linear layer, or through a two-layer MLP (GELU).
+
+    As `special_token`, the last token's state meets one vector, which starts as a token's row of the language model's
+    output layer: the prediction is that token's logit (RAFT, section 5).
+    """
 
     def __init__(self, config: RelishConfig) -> None:
         super().__init__()
-        self.pooling = config.pooling
+        self.pooling = "last" if config.head_type == "special_token" else config.pooling
         self.reader = StateReader(config)
-        if config.head_type == "linear":
-            self.regressor: nn.Module = nn.Linear(config.hidden_size, len(config.target_names))
+        if config.head_type != "mlp":
+            has_bias = config.head_type == "linear"
+            self.regressor: nn.Module = nn.Linear(config.hidden_size, len(config.target_names), bias=has_bias)
         else:
             self.regressor = nn.Sequential(
                 nn.Linear(config.hidden_size, config.head_intermediate_size),
@@ -243,5 +250,5 @@ def pool(states: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor
 
 
 def build_head(config: RelishConfig) -> RelishHead | PooledHead:
-    """Build the head that `config.head_type` names."""
+    """Build the head over hidden states that `config.head_type` names."""
     return RelishHead(config) if config.head_type == "relish" else PooledHead(config)
