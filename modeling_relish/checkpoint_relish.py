@@ -255,14 +255,14 @@ class RelishPreTrainedModel(PreTrainedModel):
         return not fingerprints_differ(self._base_fingerprint, backbone_fingerprint(self.backbone))
 
 
-def _resolved_grid(
-    settings: dict[str, Any], tokenizer: Any, name: str | None, revision: str | None
-) -> dict[str, Any]:
+def _resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, revision: str | None) -> dict[str, Any]:
     """Find the tokens of a number grid's values as they follow the prompt."""
     grid = NumberGrid.from_setting(settings["number_grid"])
     if grid.tokens is None and tokenizer is None:
         if name is None:
-            raise BackboneError("a loaded model without a name brings no tokenizer: pass tokenizer= for the number grid.")
+            raise BackboneError(
+                "a loaded model without a name brings no tokenizer: pass tokenizer= for the number grid."
+            )
         tokenizer = AutoTokenizer.from_pretrained(
             resolve_backbone(name), trust_remote_code=False, **({"revision": revision} if revision else {})
         )

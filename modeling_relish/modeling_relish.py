@@ -202,7 +202,9 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return logits in label units, the same standardised, and a number grid's log-probabilities."""
         if input_ids is None or inputs_embeds is not None or hidden_states is not None:
-            raise ValueError(f"a {self.config.head_type} head reads the language model itself: it needs input_ids alone.")
+            raise ValueError(
+                f"a {self.config.head_type} head reads the language model itself: it needs input_ids alone."
+            )
         if attention_mask is None:
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
             attention_mask = torch.ones_like(input_ids)

@@ -140,7 +140,9 @@ def grid_loss(
         kind = "huber" if objective == "huber" else "mse"
         return regression_loss(expected / scale, targets / scale, kind, huber_delta, sample_weight)
     else:
-        raise ValueError(f"objective must be one of ['raft', 'huber', 'mse', 'mbr', 'cross_entropy'], got {objective!r}.")
+        raise ValueError(
+            f"objective must be one of ['raft', 'huber', 'mse', 'mbr', 'cross_entropy'], got {objective!r}."
+        )
     return _weighted_mean(loss, sample_weight)
 
 
