@@ -22,7 +22,8 @@ from .base_model_relish import (
     whole_config,
     without_pooler,
 )
-from .configuration_relish import LM_HEADS, RelishConfig, RelishConfigError
+from .configuration_checks_relish import LM_HEADS, RelishConfigError
+from .configuration_relish import RelishConfig
 from .number_grid_relish import NumberGrid
 from .text_relish import PromptTemplate
 
@@ -145,7 +146,9 @@ class RelishPreTrainedModel(PreTrainedModel):
                 "which may be trained; leave backbone= out."
             )
         if config.backbone_in_checkpoint:
-            return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+            loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+            _realign(loaded[0].score if isinstance(loaded, tuple) else loaded.score)
+            return loaded
         loading_info = kwargs.pop("output_loading_info", False)
         config.name_or_path = os.fspath(pretrained_model_name_or_path)
         base = _load_base(config, kwargs) if backbone is None else _share_base(backbone, config)
@@ -253,6 +256,13 @@ class RelishPreTrainedModel(PreTrainedModel):
         if any(p.requires_grad for p in self.backbone.parameters()):
             return False
         return not fingerprints_differ(self._base_fingerprint, backbone_fingerprint(self.backbone))
+
+
+def _realign(head: torch.nn.Module) -> None:
+    """Copy weights out of the mapped file: at odd addresses, products of one row round otherwise than before saving."""
+    for parameter in head.parameters():
+        if not parameter.is_meta and parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone()
 
 
 def _resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, revision: str | None) -> dict[str, Any]:

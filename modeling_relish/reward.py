@@ -91,6 +91,10 @@ class RelishRewardTrainer(RelishTrainer):
 
     def _measure_labels(self, dataset: Any) -> None:
         """There is no label: a reward's scale is the head's own where none is given."""
+        if not isinstance(self.relish, RelishForSequenceRegression):
+            raise RewardModelError(
+                "preferences train a RelishForSequenceRegression, not a plain language model with number_grid=."
+            )
         _check_one_target(self.relish)
         if not isinstance(dataset, IterableDataset) and not len(dataset):
             raise TableError("the train data has no row.")
@@ -182,8 +186,11 @@ def as_reward_model(
     names = model.config.target_names
     w = torch.tensor(list(_checked_weights(weights, names)), dtype=torch.float64)
     state = {name: tensor.clone() for name, tensor in model.score.state_dict().items()}
-    last = [name for name in state if name.startswith("regressor.")][-2:]
-    if len(last) != 2 or any(len(state[name]) != len(names) for name in last):
+    weight = next(
+        (name for name in reversed(state) if name.startswith("regressor.") and name.endswith(".weight")), None
+    )
+    last = [name for name in state if weight and name.startswith(weight.removesuffix("weight"))]
+    if not last or any(len(state[name]) != len(names) for name in last):
         raise RewardModelError(f"a {model.config.head_type} head has no linear last layer to put the weights into.")
     mean, std = (scale.double().cpu() for scale in model._label_scale(torch.device("cpu")))
     config = _reward_config(model, w, mean, std)

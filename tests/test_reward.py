@@ -212,10 +212,14 @@ WEIGHTS = [1.0, -0.02, 30.0]
 
 
 @pytest.mark.parametrize("scales", [SCALES, {}], ids=["scaled", "raw"])
-@pytest.mark.parametrize("head_type", ["relish", "linear", "mlp"])
-def test_one_reward_is_the_weighted_sum_also_when_it_comes_back(head_type, scales, tmp_path):
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"regressor": "mlp"}, {"head_type": "linear"}, {"head_type": "mlp"}],
+    ids=lambda settings: "-".join(settings.values()) or "relish",
+)
+def test_one_reward_is_the_weighted_sum_also_when_it_comes_back(settings, scales, tmp_path):
     base = str(save_backbone("llama", tmp_path / "base", tokenizer=CHATTY))
-    model = tiny_model(base, head_type=head_type, **NAMES, **scales)
+    model = tiny_model(base, **settings, **NAMES, **scales)
     before = head(model)
     expected = model.predict(TEXTS, CHATTY).astype(np.float64) @ WEIGHTS
     reward = as_reward_model(model, WEIGHTS)
