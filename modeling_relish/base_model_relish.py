@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+    has_file,
+    logging,
+)
 
 from .backbone_relish import (
     BackboneError,
@@ -24,6 +33,9 @@ from .backbone_relish import (
 )
 
 EMBEDDED_PREFIX = "embedded:"
+_HUB_ID = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")
+# What `cached_file` takes of the keywords of `from_pretrained`.
+FILE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
 class BackboneMismatchError(BackboneError):
@@ -40,6 +52,8 @@ def resolve_backbone(name_or_path: str) -> str:
     if not name_or_path.startswith(EMBEDDED_PREFIX):
         return name_or_path
     name = name_or_path.removeprefix(EMBEDDED_PREFIX)
+    if not _HUB_ID.fullmatch(name) or "/" in name or ".." in name:
+        raise BackboneError(f"{name_or_path!r} is no name of an embedded backbone: it must not lead to another folder.")
     folder = cache_root() / "backbones" / name
     if not (folder / "config.json").is_file():
         raise BackboneError(
@@ -49,12 +63,56 @@ def resolve_backbone(name_or_path: str) -> str:
     return str(folder)
 
 
+def is_local_name(name: str) -> bool:
+    """Whether a base model's name can only be a folder, of this machine or of another: no Hub id and no `embedded:NAME`."""
+    return not name.startswith(EMBEDDED_PREFIX) and (".." in name or not _HUB_ID.fullmatch(name))
+
+
+def base_path(name_or_path: str) -> str:
+    """Return where a base model is loaded from: its folder, or its Hub id.
+
+    Raises:
+        BackboneError: for what is neither: a folder of another machine, or a path that leads outside.
+    """
+    if is_local_name(name_or_path) and not Path(name_or_path).is_dir():
+        raise BackboneError(
+            f"the base model {name_or_path!r} cannot be loaded: it is no folder of this machine, and no Hub id. Tell where it is "
+            "with backbone_name_or_path=, or pass a loaded one with backbone=."
+        )
+    return resolve_backbone(name_or_path)
+
+
+def check_safetensors(what: str, path: str, hub: Mapping[str, Any]) -> None:
+    """Refuse weights that are not in safetensors, by the name of their file: a pickle can run code.
+
+    Args:
+        what: What is loaded, for the message.
+        path: Folder or Hub id.
+        hub: Keywords of `from_pretrained`; those that say where files lie are used.
+    """
+    hub = {k: hub[k] for k in FILE_KWARGS if hub.get(k) is not None}
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        if cached_file(path, name, **hub, _raise_exceptions_for_missing_entries=False) is not None:
+            return
+    where = {k: hub[k] for k in ("cache_dir", "token", "revision") if k in hub}
+    found = [n for n in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if has_file(path, n, **where)]
+    pickle = (
+        f" It has {found[0]}, a pickle, which can run code and is never read: convert it once with "
+        "AutoModel.from_pretrained(...).save_pretrained(folder), if you trust it, and name that folder."
+    )
+    raise BackboneError(f"{what} has no {SAFE_WEIGHTS_NAME}.{pickle if found else ''}")
+
+
 def whole_config(name: str, hub: dict[str, Any]) -> PreTrainedConfig:
     """Read the text configuration of a whole backbone, by its name."""
-    try:
-        return AutoConfig.from_pretrained(resolve_backbone(name), **hub).get_text_config()
+    return _read_config(name, base_path(name), hub).get_text_config()
+
+
+def _read_config(name: str, path: str, hub: dict[str, Any]) -> PreTrainedConfig:
+    try:  # False, not None: with None transformers asks on the terminal whether to run the code of who wrote the checkpoint
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **hub)
     except (OSError, ValueError) as error:
-        raise BackboneError(f"the base model {name!r} cannot be loaded: {error}") from error
+        raise BackboneError(f"the base model {name!r}{_at(hub)} cannot be loaded: {error}") from error
 
 
 def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -68,14 +126,9 @@ def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) ->
     Raises:
         BackboneError: if it is not found, is an encoder-decoder, cannot be cut, or lacks weights.
     """
-    path = resolve_backbone(name_or_path)
-    hub = {
-        k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only", "force_download") if k in kwargs
-    }
-    try:
-        whole = AutoConfig.from_pretrained(path, **hub)
-    except (OSError, ValueError) as error:
-        raise BackboneError(f"the base model {name_or_path!r}{_at(hub)} cannot be loaded: {error}") from error
+    path = base_path(name_or_path)
+    hub = {k: kwargs[k] for k in FILE_KWARGS if k in kwargs}
+    whole = _read_config(name_or_path, path, hub)
     text_config = whole.get_text_config()
     check_architecture(text_config)
     if text_config is not whole:  # a multimodal model: its language part has the weights under a prefix of its own
@@ -94,6 +147,8 @@ def _from_pretrained(path: str, name: str, config: PreTrainedConfig, kwargs: dic
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the layers above the cut are reported as unexpected; what is missing is checked below
     try:
+        check_safetensors(f"the base model {name!r}{_at(kwargs)}", path, kwargs)
+        kwargs = {**kwargs, "use_safetensors": True, "trust_remote_code": False}
         backbone, info = AutoModel.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
     except OSError as error:
         raise BackboneError(f"the base model {name!r}{_at(kwargs)} cannot be loaded: {error}") from error

@@ -13,30 +13,35 @@ from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 
 from .backbone_relish import BackboneError, cut_backbone
 from .base_model_relish import (
+    FILE_KWARGS,
     BackboneMismatchError,
     backbone_fingerprint,
     bare_model,
+    check_safetensors,
     fingerprints_differ,
     load_backbone,
     resolve_backbone,
+    weights_digest,
     whole_config,
     without_pooler,
 )
 from .configuration_relish import RelishConfig, RelishConfigError
+from .hub_relish import HubMixin, write_code
 from .text_relish import PromptTemplate
 
-_HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 _BACKBONE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "attn_implementation", "device_map",
                     "dtype", "max_memory", "offload_folder", "quantization_config")  # fmt: skip
 
 
-class RelishPreTrainedModel(PreTrainedModel):
-    """`PreTrainedModel` whose checkpoint may hold the head alone."""
+class RelishPreTrainedModel(HubMixin, PreTrainedModel):
+    """`PreTrainedModel` whose checkpoint may hold the head alone, and brings its code and its card along."""
 
     config_class = RelishConfig
     base_model_prefix = "backbone"
     # The weights' digest when they came from the base model; None means they must be saved with the head.
     _base_fingerprint: str | None = None
+    # Where its files were read from, for those that are read later; a token is remembered here and nowhere else.
+    _file_kwargs: dict[str, Any] = {}  # noqa: RUF012
 
     # Set by the subclass.
     backbone: PreTrainedModel
@@ -74,7 +79,7 @@ class RelishPreTrainedModel(PreTrainedModel):
             if Path(name).is_dir():  # a relative folder would mean another one from another place
                 name = str(Path(name).resolve())
             hub = {"revision": revision} if revision else {}
-            backbone_config = whole_config(name, {**hub, **{k: loading[k] for k in _HUB_KWARGS if k in loading}})
+            backbone_config = whole_config(name, {**hub, **{k: loading[k] for k in FILE_KWARGS if k in loading}})
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer
             loaded = load_backbone(name, cut, **hub, **loading)
         kwargs["max_length"] = _bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config)
@@ -111,7 +116,7 @@ class RelishPreTrainedModel(PreTrainedModel):
         """
         if not isinstance(config, RelishConfig):
             own = {k: kwargs.pop(k) for k in list(kwargs) if k in RelishConfig.__dataclass_fields__ and k != "dtype"}
-            hub = {k: kwargs[k] for k in _HUB_KWARGS if k in kwargs}
+            hub = {k: kwargs[k] for k in FILE_KWARGS if k in kwargs}
             config = RelishConfig.from_pretrained(config or pretrained_model_name_or_path, **hub, **own)
         if config.backbone_in_checkpoint and backbone is not None:
             # The base model's fingerprint would fit, and its untrained weights would give another score.
@@ -119,15 +124,32 @@ class RelishPreTrainedModel(PreTrainedModel):
                 f"the checkpoint {os.fspath(pretrained_model_name_or_path)!r} holds its own backbone weights, "
                 "which may be trained; leave backbone= out."
             )
+        name = os.fspath(pretrained_model_name_or_path)
+        check_safetensors(f"the checkpoint {name!r}", name, kwargs)
+        later = {k: kwargs[k] for k in ("cache_dir", "local_files_only", "token") if kwargs.get(k) is not None}
         if config.backbone_in_checkpoint:
-            return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+            return cls._whole_from_pretrained(name, later, *model_args, config=config, **kwargs)
         loading_info = kwargs.pop("output_loading_info", False)
         config.name_or_path = os.fspath(pretrained_model_name_or_path)
         base = _load_base(config, kwargs) if backbone is None else _share_base(backbone, config)
         model = cls(config, base)._adopt_base(base)
-        model._load_head(pretrained_model_name_or_path, {k: kwargs[k] for k in _HUB_KWARGS if k in kwargs})
+        model._file_kwargs = later
+        model._load_head(pretrained_model_name_or_path, {k: kwargs[k] for k in FILE_KWARGS if k in kwargs})
         model.eval()
         info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": ""}
+        return (model, info) if loading_info else model
+
+    @classmethod
+    def _whole_from_pretrained(cls, name: str, later: dict[str, Any], *model_args: Any, **kwargs: Any) -> Any:
+        loading_info = kwargs.pop("output_loading_info", False)
+        kwargs = {**kwargs, "use_safetensors": True, "output_loading_info": True}
+        model, info = super().from_pretrained(name, *model_args, **kwargs)
+        if info["missing_keys"] and not kwargs.get("ignore_mismatched_sizes"):
+            raise BackboneError(
+                f"the checkpoint {name!r} lacks {len(info['missing_keys'])} weights, as {sorted(info['missing_keys'])[:3]}; they "
+                "would be random. A head pushed earlier under the same name can hide the shards of a whole model."
+            )
+        model._file_kwargs = later
         return (model, info) if loading_info else model
 
     def _adopt_base(self, base: PreTrainedModel) -> Any:
@@ -197,13 +219,17 @@ class RelishPreTrainedModel(PreTrainedModel):
             save_directory: Folder; created if missing.
             is_main_process: As in `PreTrainedModel.save_pretrained`.
             save_backbone: `True` writes everything; `False` the head alone, and raises where that would lose trained
-                backbone weights; `None` decides by whether they were touched.
+                backbone weights; `None` decides by whether they were touched (in a push: as that was told).
             state_dict: Weights to save instead of the model's own (Trainer under FSDP or DeepSpeed).
             **kwargs: For `PreTrainedModel.save_pretrained`.
 
         Raises:
             BackboneError: if `save_backbone=False` would lose weights, or the folder holds the base model itself.
         """
+        if save_backbone is None and self._push_settings is not None:
+            save_backbone = self._push_settings["save_backbone"]
+        if kwargs.get("push_to_hub"):
+            self._check_base(save_backbone)
         untouched = self.backbone_is_untouched()
         if save_backbone is False and not untouched:
             raise BackboneError(
@@ -219,7 +245,23 @@ class RelishPreTrainedModel(PreTrainedModel):
             )
             state_dict = {k: v for k, v in state.items() if k.startswith("score.")}
         self.config.backbone_in_checkpoint = whole
+        if self.config.evaluation and self.config.evaluation.get("weights") != self.weights_name():
+            self.config.evaluation = None  # measured with other weights: trained on since
+        if is_main_process:
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            write_code(save_directory)
+            self._save_card(save_directory)
         super().save_pretrained(save_directory, is_main_process, state_dict=state_dict, **kwargs)
+
+    def weights_name(self) -> str | None:
+        """Name what a measurement belongs to: the head's weights, and the backbone's where they are not the base model's.
+
+        `None` where the weights are spread over processes or on the meta device, so that no one process can tell.
+        """
+        if any(hasattr(p, "to_local") or p.is_meta or not p.numel() for p in self.score.parameters()):
+            return None
+        own = "" if self.backbone_is_untouched() else f"+{backbone_fingerprint(self.backbone)}"
+        return f"{weights_digest(self.score)}{own}"
 
     def backbone_is_untouched(self) -> bool:
         """Whether the backbone's weights are still those of the base model that the config names."""

@@ -26,6 +26,7 @@ from .checkpoint_relish import RelishPreTrainedModel
 from .configuration_relish import RelishConfig
 from .head_relish import AttentionLinear, RelishHead, build_head
 from .objectives_relish import check_labels, regression_loss
+from .pipeline_relish import register_pipelines
 from .text_relish import PromptTemplate, encode_rows, pad_batch
 
 logger = logging.get_logger(__name__)
@@ -279,16 +280,19 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
 
     def _own_tokenizer(self) -> Any:
         last_error: Exception | None = None
-        for name in (self.config.name_or_path, self.config.backbone_name_or_path):
+        own = (self.config.name_or_path, self.config._commit_hash)  # of the very commit that the weights came from
+        for name, revision in (own, (self.config.backbone_name_or_path, self.config.backbone_revision)):
             if not name:
                 continue
-            revision = self.config.backbone_revision if name == self.config.backbone_name_or_path else None
+            hub = {**self._file_kwargs, **({"revision": revision} if revision else {})}
             try:
-                return AutoTokenizer.from_pretrained(
-                    resolve_backbone(name), trust_remote_code=False, **({"revision": revision} if revision else {})
-                )
+                return AutoTokenizer.from_pretrained(resolve_backbone(name), trust_remote_code=False, **hub)
             except (OSError, ValueError) as error:
                 last_error = error
         raise ValueError(
             f"no tokenizer was found with the checkpoint or its base model; pass tokenizer=. ({last_error})"
         ) from last_error
+
+
+# On import, for it may be the one file of ours that a process runs; see AUTO_MAP.
+register_pipelines()
