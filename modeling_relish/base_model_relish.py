@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ EMBEDDED_PREFIX = "embedded:"
 _HUB_ID = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")
 # What `cached_file` takes of the keywords of `from_pretrained`.
 FILE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+class UnreachableError(BackboneError, OSError):
+    """A checkpoint or a base model whose files cannot be read: missing, private, or a download that broke off."""
 
 
 class BackboneMismatchError(BackboneError):
@@ -82,6 +87,22 @@ def base_path(name_or_path: str) -> str:
     return resolve_backbone(name_or_path)
 
 
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn what goes wrong while files are read or fetched into an [`UnreachableError`] that names what was wanted."""
+    try:
+        yield
+    except BackboneError:
+        raise
+    except OSError as error:
+        hint = " Log in with `hf auth login`, set HF_TOKEN, or pass token=." if "401" in str(error) else ""
+        raise UnreachableError(f"{what} cannot be loaded: {error}{hint}") from error
+    except Exception as error:
+        if not type(error).__module__.startswith("httpx"):
+            raise
+        raise UnreachableError(f"{what} cannot be loaded, the connection broke off: {error}. Run it again.") from error
+
+
 def check_safetensors(what: str, path: str, hub: Mapping[str, Any]) -> None:
     """Refuse weights that are not in safetensors, by the name of their file: a pickle can run code.
 
@@ -91,16 +112,23 @@ def check_safetensors(what: str, path: str, hub: Mapping[str, Any]) -> None:
         hub: Keywords of `from_pretrained`; those that say where files lie are used.
     """
     hub = {k: hub[k] for k in FILE_KWARGS if hub.get(k) is not None}
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        if cached_file(path, name, **hub, _raise_exceptions_for_missing_entries=False) is not None:
+    with reading(what):
+        if any(_has(path, name, hub) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
             return
-    where = {k: hub[k] for k in ("cache_dir", "token", "revision") if k in hub}
-    found = [n for n in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if has_file(path, n, **where)]
+        found = [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if _has(path, name, hub)]
     pickle = (
         f" It has {found[0]}, a pickle, which can run code and is never read: convert it once with "
         "AutoModel.from_pretrained(...).save_pretrained(folder), if you trust it, and name that folder."
     )
     raise BackboneError(f"{what} has no {SAFE_WEIGHTS_NAME}.{pickle if found else ''}")
+
+
+def _has(path: str, name: str, hub: Mapping[str, Any]) -> bool:
+    if Path(path).is_dir():
+        return (Path(path) / hub.get("subfolder", "") / name).is_file()
+    if name.endswith(".bin") or name.endswith(".bin.index.json"):  # only asked after, never fetched
+        return has_file(path, name, **{k: hub[k] for k in ("cache_dir", "token", "revision") if k in hub})
+    return cached_file(path, name, **hub, _raise_exceptions_for_missing_entries=False) is not None
 
 
 def whole_config(name: str, hub: dict[str, Any]) -> PreTrainedConfig:
@@ -109,10 +137,15 @@ def whole_config(name: str, hub: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _read_config(name: str, path: str, hub: dict[str, Any]) -> PreTrainedConfig:
-    try:  # False, not None: with None transformers asks on the terminal whether to run the code of who wrote the checkpoint
-        return AutoConfig.from_pretrained(path, trust_remote_code=False, **hub)
-    except (OSError, ValueError) as error:
-        raise BackboneError(f"the base model {name!r}{_at(hub)} cannot be loaded: {error}") from error
+    what = f"the base model {name!r}{_at(hub)}"
+    try:
+        with reading(what):
+            # False, not None: with None transformers asks on the terminal whether to run the code of who wrote the checkpoint.
+            return AutoConfig.from_pretrained(path, trust_remote_code=False, **hub)
+    except BackboneError:
+        raise
+    except ValueError as error:
+        raise BackboneError(f"{what} cannot be loaded: {error}") from error
 
 
 def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -144,14 +177,14 @@ def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) ->
 
 
 def _from_pretrained(path: str, name: str, config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
+    what = f"the base model {name!r}{_at(kwargs)}"
+    check_safetensors(what, path, kwargs)
+    kwargs = {**kwargs, "use_safetensors": True, "trust_remote_code": False}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the layers above the cut are reported as unexpected; what is missing is checked below
     try:
-        check_safetensors(f"the base model {name!r}{_at(kwargs)}", path, kwargs)
-        kwargs = {**kwargs, "use_safetensors": True, "trust_remote_code": False}
-        backbone, info = AutoModel.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
-    except OSError as error:
-        raise BackboneError(f"the base model {name!r}{_at(kwargs)} cannot be loaded: {error}") from error
+        with reading(what):
+            backbone, info = AutoModel.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
     finally:
         logging.set_verbosity(verbosity)
     missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import resolve_revision
 
 from .backbone_relish import BackboneError, cut_backbone
 from .base_model_relish import (
@@ -20,6 +21,7 @@ from .base_model_relish import (
     check_safetensors,
     fingerprints_differ,
     load_backbone,
+    reading,
     resolve_backbone,
     weights_digest,
     whole_config,
@@ -114,27 +116,37 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):
                 checkpoint that holds its own.
             BackboneMismatchError: if its weights are not those the head was trained on.
         """
+        name = os.fspath(pretrained_model_name_or_path)
+        which = {k: kwargs[k] for k in ("token", "cache_dir") if k in kwargs}
+        offline = bool(kwargs.get("local_files_only"))
+        # Once, so that config, weights and tokenizer are of one commit.
+        kwargs["revision"] = resolve_revision(name, kwargs.get("revision"), local_files_only=offline, **which)
         if not isinstance(config, RelishConfig):
             own = {k: kwargs.pop(k) for k in list(kwargs) if k in RelishConfig.__dataclass_fields__ and k != "dtype"}
             hub = {k: kwargs[k] for k in FILE_KWARGS if k in kwargs}
-            config = RelishConfig.from_pretrained(config or pretrained_model_name_or_path, **hub, **own)
+            with reading(f"the checkpoint {name!r}"):
+                config = RelishConfig.from_pretrained(config or name, **hub, **own)
+        if config.backbone_config is None:
+            raise BackboneError(
+                f"{name!r} is no RELISH checkpoint. Start a model on a language model with from_backbone(...)."
+            )
         if config.backbone_in_checkpoint and backbone is not None:
             # The base model's fingerprint would fit, and its untrained weights would give another score.
             raise BackboneError(
-                f"the checkpoint {os.fspath(pretrained_model_name_or_path)!r} holds its own backbone weights, "
-                "which may be trained; leave backbone= out."
+                f"the checkpoint {name!r} holds its own backbone weights, which may be trained; leave backbone= out."
             )
-        name = os.fspath(pretrained_model_name_or_path)
         check_safetensors(f"the checkpoint {name!r}", name, kwargs)
-        later = {k: kwargs[k] for k in ("cache_dir", "local_files_only", "token") if kwargs.get(k) is not None}
+        later = {
+            k: kwargs[k] for k in ("cache_dir", "local_files_only", "token", "revision") if kwargs.get(k) is not None
+        }
         if config.backbone_in_checkpoint:
             return cls._whole_from_pretrained(name, later, *model_args, config=config, **kwargs)
         loading_info = kwargs.pop("output_loading_info", False)
-        config.name_or_path = os.fspath(pretrained_model_name_or_path)
+        config.name_or_path = name
         base = _load_base(config, kwargs) if backbone is None else _share_base(backbone, config)
         model = cls(config, base)._adopt_base(base)
         model._file_kwargs = later
-        model._load_head(pretrained_model_name_or_path, {k: kwargs[k] for k in FILE_KWARGS if k in kwargs})
+        model._load_head(name, {k: kwargs[k] for k in FILE_KWARGS if k in kwargs})
         model.eval()
         info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": ""}
         return (model, info) if loading_info else model
@@ -143,7 +155,8 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):
     def _whole_from_pretrained(cls, name: str, later: dict[str, Any], *model_args: Any, **kwargs: Any) -> Any:
         loading_info = kwargs.pop("output_loading_info", False)
         kwargs = {**kwargs, "use_safetensors": True, "output_loading_info": True}
-        model, info = super().from_pretrained(name, *model_args, **kwargs)
+        with reading(f"the checkpoint {name!r}"):
+            model, info = super().from_pretrained(name, *model_args, **kwargs)
         if info["missing_keys"] and not kwargs.get("ignore_mismatched_sizes"):
             raise BackboneError(
                 f"the checkpoint {name!r} lacks {len(info['missing_keys'])} weights, as {sorted(info['missing_keys'])[:3]}; they "
@@ -174,17 +187,16 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):
             self.hf_device_map = {**prefixed, "score": device}
         return self
 
-    def _load_head(self, name: str | os.PathLike, hub: dict[str, Any]) -> None:
-        file = cached_file(os.fspath(name), SAFE_WEIGHTS_NAME, **hub)
-        if file is None:
-            raise BackboneError(f"the checkpoint {os.fspath(name)!r} has no {SAFE_WEIGHTS_NAME}.")
+    def _load_head(self, name: str, hub: dict[str, Any]) -> None:
+        with reading(f"the checkpoint {name!r}"):
+            file: Any = cached_file(name, SAFE_WEIGHTS_NAME, **hub)
         state = {k.removeprefix("score."): v for k, v in load_file(file).items() if k.startswith("score.")}
         expected = self.score.state_dict()
         wrong = sorted(k for k in expected if k not in state or state[k].shape != expected[k].shape)
         wrong += sorted(set(state) - set(expected))
         if wrong:
             raise BackboneError(
-                f"the checkpoint {os.fspath(name)!r} does not hold the head that its config describes; it differs in {wrong[:4]} "
+                f"the checkpoint {name!r} does not hold the head that its config describes; it differs in {wrong[:4]} "
                 f"({len(wrong)} in all)."
             )
         self.score.load_state_dict(state)

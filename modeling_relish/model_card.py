@@ -71,6 +71,7 @@ def model_card(
     hub_base = base_model or (None if not name or is_local_name(name) or name.startswith(EMBEDDED_PREFIX) else name)
     dataset = evaluation.get("dataset")
     title = (repo_id or "a-relish-regressor").split("/")[-1]
+    eval_results = _eval_results(evaluation)
     card_data = ModelCardData(
         license=license,
         language=language if language is None or isinstance(language, str) else list(language),
@@ -79,8 +80,8 @@ def model_card(
         tags=["relish", "regression", *tags],
         base_model=hub_base,
         datasets=dataset if dataset and "/" in dataset else None,
-        model_name=title,
-        eval_results=_eval_results(evaluation) or None,
+        model_name=title if eval_results else None,
+        eval_results=eval_results or None,
     )
     text = TEMPLATE.read_text(encoding="utf-8")
     longest = max((len(run) for run in re.findall("`+", config.prompt_template)), default=0)

@@ -280,11 +280,14 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
 
     def _own_tokenizer(self) -> Any:
         last_error: Exception | None = None
-        own = (self.config.name_or_path, self.config._commit_hash)  # of the very commit that the weights came from
-        for name, revision in (own, (self.config.backbone_name_or_path, self.config.backbone_revision)):
+        for name in (self.config.name_or_path, self.config.backbone_name_or_path):
             if not name:
                 continue
-            hub = {**self._file_kwargs, **({"revision": revision} if revision else {})}
+            hub = dict(self._file_kwargs)  # with the very commit that the weights came from
+            if name == self.config.backbone_name_or_path:
+                hub["revision"] = self.config.backbone_revision
+            else:  # else the class that this process may not know by name would be looked up
+                hub["config"] = self.config
             try:
                 return AutoTokenizer.from_pretrained(resolve_backbone(name), trust_remote_code=False, **hub)
             except (OSError, ValueError) as error:

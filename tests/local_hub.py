@@ -47,6 +47,12 @@ class Repo:
         return self.branches.get(revision) or (revision if revision in self.commits else None)
 
 
+def metadata(card: str) -> dict:
+    """Return what the YAML block of a card says."""
+    block = re.match(r"---\r?\n(.*?)\r?\n---", card, re.S)
+    return yaml.safe_load(block[1]) if block else {}
+
+
 class LocalHub:
     """The hub; a context manager.
 
@@ -180,10 +186,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.json({"name": USER, "type": "user", "orgs": []}) if self.known else self.forbidden()
 
     def validate_yaml(self) -> None:
-        block = re.match(r"---\r?\n(.*?)\r?\n---", json.loads(self.sent)["content"], re.S)
         try:
-            data = yaml.safe_load(block[1]) if block else {}
-            errors = [] if isinstance(data, dict) else ["not a mapping"]
+            errors = [] if isinstance(metadata(json.loads(self.sent)["content"]), dict) else ["not a mapping"]
         except yaml.YAMLError as error:
             errors = [str(error)]
         self.json({"warnings": [], "errors": [{"message": e} for e in errors]}, 400 if errors else 200)
@@ -253,8 +257,9 @@ class _Handler(BaseHTTPRequestHandler):
         if oid is None:
             return self.missing("RevisionNotFound")
         names = [{"rfilename": name} for name in sorted(repo.commits[oid])]
-        return self.json({"id": repo_id, "sha": oid, "siblings": names, "tags": [], "private": repo.private,
-                          "pipeline_tag": "text-classification"})  # fmt: skip
+        card = metadata(repo.commits[oid].get("README.md", b"").decode())
+        of_card = {name: card.get(name) for name in ("library_name", "pipeline_tag")}
+        return self.json({"id": repo_id, "sha": oid, "siblings": names, "tags": [], "private": repo.private, **of_card})
 
     def tree(self, repo: Repo, repo_id: str, rev: str, file: str = "") -> None:
         oid = repo.at(rev)
