@@ -168,10 +168,16 @@ class HubMixin:
     def _save_card(self, folder: str | os.PathLike, repo_id: str | None = None, otherwise: str | None = None) -> None:
         """Write the card, from the config or, where the package is not there to do it, as it came."""
         writer = type(self).card_writer
-        if writer is not None:
-            text: str | None = writer(self.config, repo_id=repo_id, tags=(self._push_settings or {}).get("tags", ()))
-        else:
-            text = otherwise or self._source_card()
+        try:
+            if writer is not None:
+                text: str | None = writer(
+                    self.config, repo_id=repo_id, tags=(self._push_settings or {}).get("tags", ())
+                )
+            else:
+                text = otherwise or self._source_card()
+        except ValueError as error:  # never lose weights over a card
+            logger.warning(f"no model card was written: {error}")
+            text = None
         if text is not None:
             write_card(folder, text)
 

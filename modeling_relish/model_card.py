@@ -65,7 +65,9 @@ def model_card(
 
     Raises:
         ModelCardError: for metadata that huggingface_hub cannot read.
+        TemplateError: for a prompt template that cannot be used.
     """
+    fields = PromptTemplate(config.prompt_template).fields
     evaluation = _checked_evaluation(config.evaluation)
     name = config.backbone_name_or_path or ""
     hub_base = base_model or (None if not name or is_local_name(name) or name.startswith(EMBEDDED_PREFIX) else name)
@@ -91,9 +93,9 @@ def model_card(
             template_str=text,
             title=title,
             repo_id=repo_id or "user/name",
-            reads=_reads(config),
+            reads=_reads(fields),
             answers="a number" if config.num_labels == 1 else f"{config.num_labels} numbers",
-            example=_example(config),
+            example=_example(fields),
             base_phrase=_code(hub_base or name or "a language model"),
             base_model=_base_model(name, hub_base),
             licence=_licence(name, license),
@@ -141,7 +143,7 @@ def _checked_evaluation(evaluation: Any) -> dict[str, Any]:
     if not isinstance(evaluation, dict):
         return {}
     results: dict[str, dict[str, float]] = {}
-    for split, metrics in (evaluation.get("results") or {}).items():
+    for split, metrics in sorted((evaluation.get("results") or {}).items()):
         if isinstance(metrics, dict) and re.fullmatch(r"[\w.-]+", str(split)):
             numbers = {k: v for k, v in metrics.items() if isinstance(v, (int, float)) and math.isfinite(v)}
             results[str(split)] = {
@@ -207,13 +209,11 @@ def _cell(text: str) -> str:
     return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _reads(config: RelishConfig) -> str:
-    fields = PromptTemplate(config.prompt_template).fields
+def _reads(fields: Sequence[str]) -> str:
     return "a text" if len(fields) == 1 else " and ".join(_code(field) for field in fields)
 
 
-def _example(config: RelishConfig) -> str:
-    fields = PromptTemplate(config.prompt_template).fields
+def _example(fields: Sequence[str]) -> str:
     if len(fields) == 1:
         return '["What a day!"]'
     return "[{" + ", ".join(f"{field!r}: {'...'!r}" for field in fields) + "}]"

@@ -201,6 +201,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.parametrize("published", ["regular"], indirect=True)
 def test_what_is_missing_or_private_is_said_by_name(published, tmp_path):
     hub, expected = published
     for repo, source, without in (("pickle", "head", "model.safetensors"), ("picklebase", "base", "model.safetensors")):
