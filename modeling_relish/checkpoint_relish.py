@@ -35,7 +35,7 @@ _BACKBONE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", 
                     "dtype", "max_memory", "offload_folder", "quantization_config")  # fmt: skip
 
 
-class RelishPreTrainedModel(HubMixin, PreTrainedModel):
+class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
     """`PreTrainedModel` whose checkpoint may hold the head alone, and brings its code and its card along."""
 
     config_class = RelishConfig
@@ -156,7 +156,8 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):
         loading_info = kwargs.pop("output_loading_info", False)
         kwargs = {**kwargs, "use_safetensors": True, "output_loading_info": True}
         with reading(f"the checkpoint {name!r}"):
-            model, info = super().from_pretrained(name, *model_args, **kwargs)
+            loaded: Any = super().from_pretrained(name, *model_args, **kwargs)
+        model, info = loaded
         if info["missing_keys"] and not kwargs.get("ignore_mismatched_sizes"):
             raise BackboneError(
                 f"the checkpoint {name!r} lacks {len(info['missing_keys'])} weights, as {sorted(info['missing_keys'])[:3]}; they "

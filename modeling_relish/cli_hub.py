@@ -31,9 +31,11 @@ def push(
 
     if not folder.is_dir():
         raise HubError(f"{folder} is no folder; `relish push` takes a trained model's folder.")
-    text = (
-        _adapter_card(folder) if (folder / "adapter_config.json").is_file() else _prepared_card(folder, repo, license)
-    )
+    text = None
+    if (folder / "adapter_config.json").is_file():
+        _check_adapter(folder)
+    else:
+        text = _prepared_card(folder, repo, license)
     api = HfApi()
     repo_id = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
     if revision is not None:
@@ -76,7 +78,7 @@ def _prepared_card(folder: Path, repo: str, license: str | None) -> str:
     return model_card(config, repo_id=repo, license=license)
 
 
-def _adapter_card(folder: Path) -> None:
+def _check_adapter(folder: Path) -> None:
     """Check that an adapter names a base that others have; its card is PEFT's own."""
     import json
 

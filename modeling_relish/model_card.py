@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from yaml import YAMLError
 
 from .base_model_relish import EMBEDDED_PREFIX, is_local_name
 from .configuration_relish import RelishConfig
@@ -96,7 +97,9 @@ def model_card(
             reads=_reads(fields),
             answers="a number" if config.num_labels == 1 else f"{config.num_labels} numbers",
             example=_example(fields),
-            base_phrase=_code(hub_base or name or "a language model"),
+            base_phrase=_code(hub_base or name)
+            if hub_base or (name and not is_local_name(name))
+            else "a language model",
             base_model=_base_model(name, hub_base),
             licence=_licence(name, license),
             layer=_layer(config),
@@ -111,9 +114,9 @@ def model_card(
             scale=_scale(config),
             data=data or _data(evaluation),
             results=_results(config, evaluation),
-            limits=[*_limits(evaluation), *notes],
+            limits=[*_limits(name, evaluation), *notes],
         )
-    except ValueError as error:
+    except (ValueError, YAMLError) as error:
         raise ModelCardError(f"the model card's metadata is not valid: {error}") from error
     return sign_card(str(card))
 
@@ -188,9 +191,10 @@ def _results(config: RelishConfig, evaluation: dict[str, Any]) -> str:
         "|" + "---|" * (3 + len(_METRICS)),
     ]
     for split, metrics in results.items():
-        suffixes = [("", "all" if config.num_labels > 1 else config.target_names[0])]
-        if config.num_labels > 1:
-            suffixes += [(f"_{k}", name) for k, name in enumerate(config.target_names)]
+        targets = config.target_names
+        suffixes = [("", "all" if len(targets) > 1 else targets[0])]
+        if len(targets) > 1:
+            suffixes += [(f"_{k}", name) for k, name in enumerate(targets)]
         for suffix, target in suffixes:
             cells = [f"{metrics[n + suffix]:.4f}" if n + suffix in metrics else "-" for n in _METRICS]
             lines.append(f"| {split} | {metrics.get('rows', '-')} | {_cell(target)} | {' | '.join(cells)} |")
@@ -249,10 +253,10 @@ def _weights(config: RelishConfig) -> str:
 
 
 def _scale(config: RelishConfig) -> str:
-    ranges = config.label_range or [None] * config.num_labels
+    ranges = config.label_range
     lines = ["| target | scale | mean of the training labels | their deviation |", "|---|---|---|---|"]
     for k, target in enumerate(config.target_names):
-        scale = ranges[k]
+        scale = ranges[k] if ranges else None
         cells = [
             f"{scale[0]:g} to {scale[1]:g}" if scale else "not stated",
             f"{config.label_mean[k]:.4g}" if config.label_mean else "not measured",
@@ -269,7 +273,7 @@ def _data(evaluation: dict[str, Any]) -> str:
     return f"Trained on {f'{rows} rows of ' if rows else ''}{_code(dataset) if dataset else 'a table without a name'}."
 
 
-def _limits(evaluation: dict[str, Any]) -> list[str]:
+def _limits(name: str, evaluation: dict[str, Any]) -> list[str]:
     limits = [
         "It was fitted to labels like those it saw: on other kinds of text, languages or scales its numbers mean nothing until "
         "they are compared with labels.",
@@ -278,4 +282,7 @@ def _limits(evaluation: dict[str, Any]) -> list[str]:
     ]
     if not evaluation.get("results"):
         limits.insert(0, "No measurement comes with it: compare it with labels of your own before use.")
+    if name.startswith(EMBEDDED_PREFIX):
+        fetch = f"`python -m modeling_relish.embedded {name.removeprefix(EMBEDDED_PREFIX)}`"
+        limits.insert(0, f"The base model has to be fetched first: {fetch}.")
     return limits

@@ -26,17 +26,28 @@ class HubTrainer(Trainer):
 
     relish: Any
     args: Any
+    push_in_progress: Any
+    _card_of_hub: str | None = None
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
         """Evaluate as Trainer does, and remember the metrics for these weights."""
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
+        )
         metrics = {k.removeprefix(f"{metric_key_prefix}_"): v for k, v in (output.metrics or {}).items()}
         weights = self.relish.weights_name() if "pearson" in metrics else None
         if weights is not None:
             split = "validation" if metric_key_prefix == "eval" else metric_key_prefix.removeprefix("eval_")
             measured = self._measurements()
             measured[weights] = note_evaluation(
-                measured.get(weights), split, metrics, output.num_samples,
+                measured.get(weights), split, metrics, output.num_samples or 0,
                 weights=weights, dataset=self.args.dataset_name, train_rows=self._train_rows(),
             )  # fmt: skip
             self.relish.config.evaluation = measured[weights]
@@ -62,7 +73,7 @@ class HubTrainer(Trainer):
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, after a look at whether others could load what will be pushed to it."""
-        if self.model is self.relish:
+        if not self._is_adapted():
             head_only = self.args.freeze_backbone and self.relish.backbone_is_untouched()
             check_base_for_others(self.relish.config, head_only=head_only)
         super().init_hf_repo(token, private)
@@ -72,7 +83,7 @@ class HubTrainer(Trainer):
 
         A card that was edited on the Hub is taken from there, so that the push leaves it as it is.
         """
-        if self.model is not self.relish:  # an adapter's card is PEFT's
+        if self._is_adapted():  # an adapter's card is PEFT's
             return super().create_model_card(**kwargs)
         if not self.is_world_process_zero():
             return None
@@ -82,12 +93,18 @@ class HubTrainer(Trainer):
             config, repo_id=self.hub_model_id, license=kwargs.get("license"), language=kwargs.get("language"),
             tags=[tags] if isinstance(tags, str) else tags, base_model=kwargs.get("finetuned_from"),
         )  # fmt: skip
+        card = Path(self.args.output_dir) / CARD_NAME
         theirs = remote_card(self.hub_model_id, self.args.hub_token) if self.hub_model_id else None
+        if card.exists() and card.read_text(encoding="utf-8") == self._card_of_hub:
+            card.unlink()  # put here by an earlier push; it may have been edited again since
         if theirs is not None and not is_own_card(theirs):
             logger.warning(f"{self.hub_model_id} has a {CARD_NAME} that was edited; it stays as it is.")
-            text = theirs
+            text = self._card_of_hub = theirs
         write_card(self.args.output_dir, text)
         return None
+
+    def _is_adapted(self) -> bool:
+        return self.model is not self.relish
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push a checkpoint while training goes on, as Trainer does, but not its pickled arguments with the token in them."""
@@ -98,9 +115,8 @@ class HubTrainer(Trainer):
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         output = Path(self.args.output_dir)
-        for file in Path(
-            checkpoint_folder
-        ).iterdir():  # copied, for the checkpoint may be deleted while the upload runs
+        # Copied, for the checkpoint may be deleted while the upload runs.
+        for file in Path(checkpoint_folder).iterdir():
             if file.suffix in _MODEL_SUFFIXES and file.name not in (TRAINER_STATE_NAME, CARD_NAME):
                 shutil.copyfile(file, output / file.name)
         self.create_model_card()
@@ -125,4 +141,4 @@ class HubTrainer(Trainer):
         if running and self.push_in_progress is not None:
             self.push_in_progress.jobs.extend(jobs)
         else:
-            self.push_in_progress = PushInProgress(jobs)
+            self.push_in_progress = PushInProgress(jobs)  # type: ignore[arg-type]
