@@ -197,3 +197,49 @@ def test_folder_of_an_older_version_gets_its_code_and_auto_map(hub, saved, tmp_p
     assert run_client(PUSH.format(commands=[["push", str(folder), "user/trained"]]), hub, tmp_path / "home") == [0]
     expected = model.predict(TEXTS[:6], digit_bpe_tokenizer()).tolist()
     assert run_client(REMOTE, hub, tmp_path / "remote", package=False) == pytest.approx(expected, abs=1e-4)
+
+
+ADAPTER = """
+import json
+import torch
+from huggingface_hub import HfApi
+from modeling_relish import RelishForSequenceRegression
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
+from tiny import TEXTS, digit_bpe_tokenizer
+
+def scores(model):
+    return model.eval().get_base_model().predict(TEXTS[:6], digit_bpe_tokenizer()).tolist()
+
+adapted = get_peft_model(
+    RelishForSequenceRegression.from_pretrained("user/head"), LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj", "v_proj"])
+)
+with torch.no_grad():
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            parameter += 0.1 * torch.randn_like(parameter)
+adapted.push_to_hub("user/adapter")
+adapted.save_pretrained("adapter")
+base = RelishForSequenceRegression.from_pretrained("user/head")
+plain = base.predict(TEXTS[:6], digit_bpe_tokenizer()).tolist()
+loaded = [PeftModel.from_pretrained(base, "user/adapter"), AutoPeftModelForSequenceClassification.from_pretrained("user/adapter")]
+print(json.dumps([plain, scores(adapted), *map(scores, loaded)]))
+"""
+
+
+def test_adapter_over_a_pushed_head(hub, saved, tmp_path):
+    hub.put("user/head", saved[1])
+    plain, expected, *loaded = run_client(ADAPTER, hub, tmp_path / "home")
+    assert plain != pytest.approx(expected, abs=1e-3)
+    for scores in loaded:
+        assert scores == pytest.approx(expected, abs=1e-5)
+    files = hub.files("user/adapter")
+    assert not [name for name in files if name.endswith(".bin")]
+    # The folder of the same adapter, by `relish push`; and one whose base only this machine has.
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    local = tmp_path / "local_adapter"
+    local.mkdir()
+    (local / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(saved[1])}))
+    code = PUSH.format(commands=[["push", str(tmp_path / "adapter"), "user/by-cli"], ["push", str(local), "user/no"]])
+    assert run_client(code, hub, tmp_path / "other") == [0, 1]
+    assert hub.files("user/by-cli")["adapter_model.safetensors"] == files["adapter_model.safetensors"]
+    assert "user/no" not in hub.repos
