@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -220,7 +221,7 @@ def _reads(fields: Sequence[str]) -> str:
 def _example(fields: Sequence[str]) -> str:
     if len(fields) == 1:
         return '["What a day!"]'
-    return "[{" + ", ".join(f"{field!r}: {'...'!r}" for field in fields) + "}]"
+    return json.dumps([dict.fromkeys(fields, "...")], ensure_ascii=False)
 
 
 def _base_model(name: str, hub_base: str | None) -> str:
