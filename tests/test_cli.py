@@ -151,7 +151,7 @@ def test_defaults_for_columns_template_layer_and_splits(base, tmp_path):
     assert str(out) in said
     files = {path.name for path in out.iterdir()}
     assert files >= {*MODEL_FILES, "metrics.json", "tokenizer.json", "tokenizer_config.json"}
-    assert not [name for name in files if "checkpoint" in name or name.endswith((".tmp", ".bin"))]
+    assert not [name for name in files if name.startswith("checkpoints") or name.endswith((".tmp", ".bin"))]
     assert all(name.startswith("score.") for name in weights(out))
 
     config = read_json(out / "config.json")
@@ -162,7 +162,10 @@ def test_defaults_for_columns_template_layer_and_splits(base, tmp_path):
     assert config["label_mean"] == pytest.approx([labels.mean()])
     assert (config["label_min"], config["label_max"]) == ([labels.min()], [labels.max()])
     metrics = read_json(out / "metrics.json")
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "32 rows of `data.csv`" in card
     for name in ("validation", "test"):
+        assert f"| {name} | 4 | score | {metrics[name]['pearson']:.4f} |" in card
         expected = regression_metrics(
             score(out, splits[name]["text"][:]), splits[name]["labels"][:], label_range=(labels.min(), labels.max())
         )
