@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -32,11 +32,15 @@ from .backbone_relish import (
     remove_final_norm,
     shallow_copy,
 )
+from .configuration_relish import RelishConfig
 
 EMBEDDED_PREFIX = "embedded:"
 _HUB_ID = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")
 # What `cached_file` takes of the keywords of `from_pretrained`.
 FILE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+# What a base model takes of them.
+BACKBONE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "attn_implementation", "device_map",
+                    "dtype", "max_memory", "offload_folder", "quantization_config")  # fmt: skip
 
 
 class UnreachableError(BackboneError, OSError):
@@ -148,12 +152,15 @@ def _read_config(name: str, path: str, hub: dict[str, Any]) -> PreTrainedConfig:
         raise BackboneError(f"{what} cannot be loaded: {error}") from error
 
 
-def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) -> PreTrainedModel:
+def load_backbone(
+    name_or_path: str, layer: int | None = None, *, causal_lm: bool = False, **kwargs: Any
+) -> PreTrainedModel:
     """Load a backbone's weights, only those of the first `layer` layers.
 
     Args:
         name_or_path: Hub id, folder, or `embedded:NAME`.
         layer: Where to cut; `None` keeps every layer.
+        causal_lm: Keep the language model's output layer (nothing is cut then).
         **kwargs: For `AutoModel.from_pretrained`: revision, dtype, device_map, quantization_config, token, ...
 
     Raises:
@@ -163,7 +170,11 @@ def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) ->
     hub = {k: kwargs[k] for k in FILE_KWARGS if k in kwargs}
     whole = _read_config(name_or_path, path, hub)
     text_config = whole.get_text_config()
-    check_architecture(text_config)
+    check_architecture(text_config, causal_lm)
+    if causal_lm and text_config is not whole:
+        raise BackboneError(f"{name_or_path!r} is multimodal ({whole.model_type}); use its text-only language model.")
+    if causal_lm:
+        return _from_pretrained(path, name_or_path, whole, kwargs, AutoModelForCausalLM)
     if text_config is not whole:  # a multimodal model: its language part has the weights under a prefix of its own
         config, extra = whole, {}
     else:
@@ -176,7 +187,9 @@ def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) ->
     return backbone
 
 
-def _from_pretrained(path: str, name: str, config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
+def _from_pretrained(
+    path: str, name: str, config: PreTrainedConfig, kwargs: dict[str, Any], auto_class: Any = AutoModel
+) -> PreTrainedModel:
     what = f"the base model {name!r}{_at(kwargs)}"
     check_safetensors(what, path, kwargs)
     kwargs = {**kwargs, "use_safetensors": True, "trust_remote_code": False}
@@ -184,7 +197,7 @@ def _from_pretrained(path: str, name: str, config: PreTrainedConfig, kwargs: dic
     logging.set_verbosity_error()  # the layers above the cut are reported as unexpected; what is missing is checked below
     try:
         with reading(what):
-            backbone, info = AutoModel.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
+            backbone, info = auto_class.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
     finally:
         logging.set_verbosity(verbosity)
     missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
@@ -193,6 +206,39 @@ def _from_pretrained(path: str, name: str, config: PreTrainedConfig, kwargs: dic
             f"the base model {name!r} lacks {len(missing)} weights, as {missing[:3]}; it would be partly random."
         )
     return backbone
+
+
+def load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
+    """Load the base model that a head-only checkpoint names; `kwargs` as for `PreTrainedModel.from_pretrained`."""
+    if not config.backbone_name_or_path:
+        raise BackboneError(
+            f"the checkpoint {config.name_or_path!r} holds the head alone and names no base model; pass backbone=."
+        )
+    loading = {k: kwargs[k] for k in BACKBONE_KWARGS if kwargs.get(k) is not None}
+    if config.dtype is not None:  # the dtype at saving, so that the scores are the same to the bit
+        loading.setdefault("dtype", config.dtype)
+    if isinstance(loading.get("device_map"), dict):
+        inner = {k.removeprefix("backbone").removeprefix("."): v for k, v in loading["device_map"].items()}
+        loading["device_map"] = {k: v for k, v in inner.items() if not k.startswith("score")}
+    if config.backbone_revision:
+        loading["revision"] = config.backbone_revision
+    return load_backbone(
+        config.backbone_name_or_path, config.cut_layer, causal_lm=config.reads_language_model, **loading
+    )
+
+
+def share_base(backbone: PreTrainedModel, config: RelishConfig) -> PreTrainedModel:
+    """Cut a loaded base model as a head-only checkpoint reads it, the given object left as it is."""
+    if config.reads_language_model:
+        check_architecture(backbone.config.get_text_config(), causal_lm=True)
+        return backbone
+    bare = without_pooler(bare_model(backbone))
+    if bare.config.num_hidden_layers == config.num_hidden_layers:
+        return cut_backbone(bare, config.cut_layer)
+    raise BackboneError(
+        f"the backbone passed in has {bare.config.num_hidden_layers} layers, the checkpoint's base model "
+        f"{config.backbone_name_or_path!r} has {config.num_hidden_layers}."
+    )
 
 
 def _at(kwargs: Mapping[Any, Any]) -> str:

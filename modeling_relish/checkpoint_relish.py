@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import resolve_revision
 
-from .backbone_relish import BackboneError, cut_backbone
+from .backbone_relish import BackboneError, check_architecture, cut_backbone
 from .base_model_relish import (
+    BACKBONE_KWARGS,
     FILE_KWARGS,
     BackboneMismatchError,
     backbone_fingerprint,
@@ -21,18 +22,18 @@ from .base_model_relish import (
     check_safetensors,
     fingerprints_differ,
     load_backbone,
+    load_base,
     reading,
     resolve_backbone,
-    weights_digest,
+    share_base,
     whole_config,
     without_pooler,
 )
-from .configuration_relish import RelishConfig, RelishConfigError
+from .configuration_checks_relish import LM_HEADS, RelishConfigError
+from .configuration_relish import RelishConfig
 from .hub_relish import HubMixin, write_code
+from .number_grid_relish import NumberGrid
 from .text_relish import PromptTemplate
-
-_BACKBONE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "attn_implementation", "device_map",
-                    "dtype", "max_memory", "offload_folder", "quantization_config")  # fmt: skip
 
 
 class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
@@ -59,20 +60,23 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             backbone: Hub id, folder, `embedded:NAME`, or a loaded model (shared, not copied).
             revision: Of the backbone on the Hub.
             **kwargs: Settings of [`RelishConfig`] (backbone_layer, prompt_template, num_labels ...), and what
-                `AutoModel.from_pretrained` takes (dtype, device_map, token ...).
+                `AutoModel.from_pretrained` takes (dtype, device_map, token ...). `number_grid` may be numbers, a mapping
+                word -> number or a `NumberGrid`; `tokenizer` finds its tokens where the backbone's own is not to be loaded.
 
         Raises:
             BackboneError: if the backbone cannot be loaded or cut.
             RelishConfigError: for an unknown or impossible setting.
         """
-        loading = {k: kwargs.pop(k) for k in _BACKBONE_KWARGS if k in kwargs}
+        loading = {k: kwargs.pop(k) for k in BACKBONE_KWARGS if k in kwargs}
         known = set(RelishConfig.__dataclass_fields__) | {"num_labels", "id2label", "label2id"}
         if unknown := sorted(set(kwargs) - known):
             raise RelishConfigError(f"unknown setting(s) {unknown}; RelishConfig knows {sorted(known)}.")
         layers = {k: kwargs[k] for k in ("backbone_layer", "backbone_layers") if k in kwargs}
+        tokenizer, causal_lm = kwargs.pop("tokenizer", None), kwargs.get("head_type") in (*LM_HEADS, "special_token")
         if isinstance(backbone, PreTrainedModel):
             name = backbone.config._name_or_path or None
-            loaded = without_pooler(bare_model(backbone))
+            loaded = backbone if causal_lm else without_pooler(bare_model(backbone))
+            check_architecture(loaded.config.get_text_config(), causal_lm)
             backbone_config = loaded.config
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer  # checked before anything is cut
             loaded = cut_backbone(loaded, cut)
@@ -83,7 +87,9 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             hub = {"revision": revision} if revision else {}
             backbone_config = whole_config(name, {**hub, **{k: loading[k] for k in FILE_KWARGS if k in loading}})
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer
-            loaded = load_backbone(name, cut, **hub, **loading)
+            loaded = load_backbone(name, cut, causal_lm=causal_lm, **hub, **loading)
+        if "number_grid" in kwargs:
+            kwargs["number_grid"] = _resolved_grid(kwargs, tokenizer, name, revision)
         kwargs["max_length"] = _bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config)
         config = RelishConfig(
             backbone_name_or_path=name, backbone_revision=revision, backbone_config=backbone_config, **kwargs
@@ -91,7 +97,26 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         # Where it lay on this machine is nobody else's business. Of the copy: a live model keeps its name.
         config.backbone_config._name_or_path = ""
         PromptTemplate(config.prompt_template)
+        if config.head_type == "special_token":
+            return cls._from_token_row(config, loaded)
         return cls(config, loaded)._adopt_base(loaded)
+
+    @classmethod
+    def _from_token_row(cls, config: RelishConfig, language_model: PreTrainedModel) -> Any:
+        """Start a `special_token` head at that token's row of the language model's output layer."""
+        output = language_model.get_output_embeddings()
+        token = config.special_token_id
+        if token is None:
+            eos = language_model.config.eos_token_id
+            token = eos[0] if isinstance(eos, (list, tuple)) else eos
+        if output is None or token is None:
+            raise BackboneError("a special_token head needs a causal language model and special_token_id.")
+        config.special_token_id = token
+        base = without_pooler(bare_model(language_model))
+        model = cls(config, base)._adopt_base(base)
+        with torch.no_grad():
+            model.score.regressor.weight.copy_(output.weight[token].float().expand(len(config.target_names), -1))
+        return model
 
     @classmethod
     def from_pretrained(
@@ -143,7 +168,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             return cls._whole_from_pretrained(name, later, *model_args, config=config, **kwargs)
         loading_info = kwargs.pop("output_loading_info", False)
         config.name_or_path = name
-        base = _load_base(config, kwargs) if backbone is None else _share_base(backbone, config)
+        base = load_base(config, kwargs) if backbone is None else share_base(backbone, config)
         model = cls(config, base)._adopt_base(base)
         model._file_kwargs = later
         model._load_head(name, {k: kwargs[k] for k in FILE_KWARGS if k in kwargs})
@@ -164,6 +189,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
                 "would be random. A head pushed earlier under the same name can hide the shards of a whole model."
             )
         model._file_kwargs = later
+        _realign(model.score)
         return (model, info) if loading_info else model
 
     def _adopt_base(self, base: PreTrainedModel) -> Any:
@@ -258,23 +284,12 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             )
             state_dict = {k: v for k, v in state.items() if k.startswith("score.")}
         self.config.backbone_in_checkpoint = whole
-        if self.config.evaluation and self.config.evaluation.get("weights") != self.weights_name():
-            self.config.evaluation = None  # measured with other weights: trained on since
+        self._forget_old_figures()
         if is_main_process:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             write_code(save_directory)
             self._save_card(save_directory)
         super().save_pretrained(save_directory, is_main_process, state_dict=state_dict, **kwargs)
-
-    def weights_name(self) -> str | None:
-        """Name what a measurement belongs to: the head's weights, and the backbone's where they are not the base model's.
-
-        `None` where the weights are spread over processes or on the meta device, so that no one process can tell.
-        """
-        if any(hasattr(p, "to_local") or p.is_meta or not p.numel() for p in self.score.parameters()):
-            return None
-        own = "" if self.backbone_is_untouched() else f"+{backbone_fingerprint(self.backbone)}"
-        return f"{weights_digest(self.score)}{own}"
 
     def backbone_is_untouched(self) -> bool:
         """Whether the backbone's weights are still those of the base model that the config names."""
@@ -285,6 +300,28 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         return not fingerprints_differ(self._base_fingerprint, backbone_fingerprint(self.backbone))
 
 
+def _realign(head: torch.nn.Module) -> None:
+    """Copy weights out of the mapped file: at odd addresses, products of one row round otherwise than before saving."""
+    for parameter in head.parameters():
+        if not parameter.is_meta and parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone()
+
+
+def _resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, revision: str | None) -> dict[str, Any]:
+    """Find the tokens of a number grid's values as they follow the prompt."""
+    grid = NumberGrid.from_setting(settings["number_grid"])
+    if grid.tokens is None and tokenizer is None:
+        if name is None:
+            raise BackboneError(
+                "a loaded model without a name brings no tokenizer: pass tokenizer= for the number grid."
+            )
+        tokenizer = AutoTokenizer.from_pretrained(
+            resolve_backbone(name), trust_remote_code=False, **({"revision": revision} if revision else {})
+        )
+    template = settings.get("prompt_template", RelishConfig.prompt_template)
+    return grid.resolve(tokenizer, template).to_dict()
+
+
 def _bounded_length(max_length: int, config: Any) -> int:
     """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index)."""
     positions = getattr(config, "max_position_embeddings", None)
@@ -292,29 +329,3 @@ def _bounded_length(max_length: int, config: Any) -> int:
         return max_length
     offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
     return min(max_length, positions - offset)
-
-
-def _load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
-    if not config.backbone_name_or_path:
-        raise BackboneError(
-            f"the checkpoint {config.name_or_path!r} holds the head alone and names no base model; pass backbone=."
-        )
-    loading = {k: kwargs[k] for k in _BACKBONE_KWARGS if kwargs.get(k) is not None}
-    if config.dtype is not None:  # the dtype at saving, so that the scores are the same to the bit
-        loading.setdefault("dtype", config.dtype)
-    if isinstance(loading.get("device_map"), dict):
-        inner = {k.removeprefix("backbone").removeprefix("."): v for k, v in loading["device_map"].items()}
-        loading["device_map"] = {k: v for k, v in inner.items() if not k.startswith("score")}
-    if config.backbone_revision:
-        loading["revision"] = config.backbone_revision
-    return load_backbone(config.backbone_name_or_path, config.cut_layer, **loading)
-
-
-def _share_base(backbone: PreTrainedModel, config: RelishConfig) -> PreTrainedModel:
-    bare = without_pooler(bare_model(backbone))
-    if bare.config.num_hidden_layers == config.num_hidden_layers:
-        return cut_backbone(bare, config.cut_layer)
-    raise BackboneError(
-        f"the backbone passed in has {bare.config.num_hidden_layers} layers, the checkpoint's base model "
-        f"{config.backbone_name_or_path!r} has {config.num_hidden_layers}."
-    )

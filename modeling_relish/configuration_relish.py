@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-logger = logging.get_logger(__name__)
+from .configuration_checks_relish import (
+    LM_HEADS,
+    RelishConfigError,
+    check_backbone_layers,
+    check_head,
+    check_labels,
+    check_text,
+    per_target,
+)
 
-HEAD_TYPES = ("relish", "linear", "mlp")
-POOLINGS = ("mean", "last", "first")
-OBJECTIVES = ("huber", "mse")
-TRUNCATIONS = ("longest_first", "error")
+logger = logging.get_logger(__name__)
 
 # Where a process without this package finds the classes, in the files that lie beside the weights. The configuration is found
 # through the model's module: `pipeline()` loads the configuration, then chooses its class by the task, then loads the model.
@@ -53,10 +57,6 @@ _FOREIGN_NAMES = frozenset(
 )
 
 
-class RelishConfigError(ValueError):
-    """A setting of [`RelishConfig`] that cannot be meant; the message says what came and what was expected."""
-
-
 class RelishConfig(PreTrainedConfig):
     r"""Configuration of [`RelishForSequenceRegression`]. The defaults are the paper's configuration (RELISH, section 3).
 
@@ -72,20 +72,34 @@ class RelishConfig(PreTrainedConfig):
             (each under its own LayerNorm). The backbone is cut at the highest.
         layer_search: What a layer search measured, layer -> validation Pearson; written by it.
         evaluation: What [`RelishTrainer`] measured with these very weights, and on what; the model card quotes it.
-        head_type: `"relish"` (the paper's), `"linear"` or `"mlp"` (both over a pooled token).
+        head_type: `"relish"` (the paper's), `"linear"` or `"mlp"` (both over a pooled token), `"number_grid"` (the expected
+            number under the language model: RAIL; trained, RAFT), or RAFT's other predictors: `"special_token"` (one token's
+            logit) and `"final_logits_mlp"` (an MLP with a sigmoid on the last token's logits).
         head_hidden_size: Width d of the latent state.
         head_num_attention_heads: Attention heads of a refinement step; divides `head_hidden_size`.
         head_intermediate_size: Width of the feed-forward part (and of the `mlp` head's hidden layer).
         num_refinement_steps: L, the number of refinement steps, each with its own parameters.
+        share_refinement_steps: Whether all steps have one set of parameters in common.
+        num_latents: Latent tokens that are refined side by side.
+        latent_combination: What the regressor reads of several latents: their `"mean"`, or all, one after the other (`"concat"`).
+        latent_init: Where the latent starts: `"learned"`, or that plus the `"first"` or `"last"` token of X, its `"mean"` or
+            `"max"` over the tokens.
+        regressor: `"linear"`, or `"mlp"` with one hidden layer of `head_hidden_size` (the `relish` head's).
         head_dropout: Dropout after attention and feed-forward, in [0, 1).
         input_norm: LayerNorm (without parameters) on every token state before the head. `None` follows the layer: on
             where a layer is read that is not the last, for its states are not normalised by the backbone.
         pooling: `"mean"`, `"last"` or `"first"` token, for the `linear` and `mlp` heads.
+        number_grid: The numbers that a `number_grid` head may answer with: a `NumberGrid`'s dict, with its tokens.
+        normalize_grid: Make the probabilities of the grid sum to one (the papers take the whole vocabulary's softmax).
+        learn_values: Train the grid's values too (learnable-RAFT).
+        special_token_id: Token whose logit the `special_token` head starts from; `None` = the end-of-text token.
         label_mean: Mean of the training labels, one per target; measured by `RelishTrainer` when `None`.
         label_std: Standard deviation of the training labels, one per target; all > 0.
         label_min: Lower end of the label's scale, one per target (for NRMSE).
         label_max: Upper end of the label's scale, one per target.
-        objective: `"huber"` or `"mse"`, on standardised targets.
+        objective: `"huber"` or `"mse"`, on standardised targets. For a `number_grid` head also `"raft"` (squared error of the
+            expected number, which there is what `"mse"` is), `"mbr"` (expected squared error) and `"cross_entropy"` (of the
+            nearest number of the grid: standard fine-tuning).
         huber_delta: Where Huber turns from square to linear, in label standard deviations.
         prompt_template: Text with named fields, as `"Sentence 1: {text_a}\nSentence 2: {text_b}\nScore:"`.
         max_length: Longest prompt in tokens; longer ones lose the end of their longest field, never the template.
@@ -98,7 +112,7 @@ class RelishConfig(PreTrainedConfig):
     model_type = "relish"
     # A plain class attribute: the base class's sub_configs_defaults treats the name `backbone_config` as a vision model's.
     sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": AutoConfig}
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["hidden_states", "attentions"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["hidden_states", "attentions", "log_probs"]
 
     backbone_name_or_path: str | None = None
     backbone_revision: str | None = None
@@ -114,9 +128,18 @@ class RelishConfig(PreTrainedConfig):
     head_num_attention_heads: int = 8
     head_intermediate_size: int = 1024
     num_refinement_steps: int = 3
+    share_refinement_steps: bool = False
+    num_latents: int = 1
+    latent_combination: str = "mean"
+    latent_init: str = "learned"
+    regressor: str = "linear"
     head_dropout: float | int = 0.0
     input_norm: bool | None = None
     pooling: str = "mean"
+    number_grid: dict | None = None
+    normalize_grid: bool = False
+    learn_values: bool = False
+    special_token_id: int | None = None
     label_mean: list | None = None
     label_std: list | None = None
     label_min: list | None = None
@@ -149,14 +172,14 @@ class RelishConfig(PreTrainedConfig):
         if pad_token_id is not None:
             self.pad_token_id = pad_token_id
         for name in ("label_mean", "label_std", "label_min", "label_max"):
-            setattr(self, name, self._per_target(name))
-        self._check_head()
-        self._check_labels()
-        self._check_text()
+            setattr(self, name, per_target(self, name))
+        check_head(self)
+        check_labels(self)
+        check_text(self)
         if self.backbone_layers is not None and self.backbone_layer is not None:
             raise RelishConfigError("backbone_layer and backbone_layers exclude each other: give one of them.")
         if self.backbone_config is not None:
-            self._check_backbone_layers()
+            check_backbone_layers(self)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Return what differs from the defaults, and always the targets' names and where the code is.
@@ -166,72 +189,6 @@ class RelishConfig(PreTrainedConfig):
         """
         always = {"id2label": self.id2label, "label2id": self.label2id, "auto_map": dict(AUTO_MAP)}
         return {**super().to_diff_dict(), **always}
-
-    # ------------------------------------------------------------------ checks
-
-    def _per_target(self, name: str) -> list[float] | None:
-        value = getattr(self, name)
-        if value is None:
-            return None
-        values = [float(v) for v in (value if isinstance(value, (list, tuple)) else [value])]
-        if len(values) != self.num_labels:
-            raise RelishConfigError(
-                f"{name} has {len(values)} value(s), but num_labels is {self.num_labels}: give one value per target."
-            )
-        if not all(math.isfinite(v) for v in values):
-            raise RelishConfigError(f"{name} must be finite, got {values}.")
-        return values
-
-    def _check_head(self) -> None:
-        _one_of("head_type", self.head_type, HEAD_TYPES)
-        _one_of("pooling", self.pooling, POOLINGS)
-        _one_of("objective", self.objective, OBJECTIVES)
-        for name in ("head_hidden_size", "head_num_attention_heads", "head_intermediate_size", "num_refinement_steps"):
-            _positive_int(name, getattr(self, name))
-        if self.head_hidden_size % self.head_num_attention_heads:
-            raise RelishConfigError(
-                f"head_hidden_size ({self.head_hidden_size}) must be a multiple of head_num_attention_heads "
-                f"({self.head_num_attention_heads})."
-            )
-        if not 0 <= self.head_dropout < 1:
-            raise RelishConfigError(f"head_dropout must lie in [0, 1), got {self.head_dropout}.")
-
-    def _check_labels(self) -> None:
-        if self.problem_type != "regression":
-            raise RelishConfigError(f'problem_type must be "regression", got {self.problem_type!r}.')
-        if not (self.huber_delta > 0 and math.isfinite(self.huber_delta)):
-            raise RelishConfigError(f"huber_delta must be a positive number, got {self.huber_delta}.")
-        if self.label_std is not None and min(self.label_std) <= 0:
-            raise RelishConfigError(f"label_std must be positive for every target, got {self.label_std}.")
-        if (self.label_mean is None) != (self.label_std is None):
-            raise RelishConfigError("label_mean and label_std belong together: give both or neither.")
-        if (self.label_min is None) != (self.label_max is None):
-            raise RelishConfigError("label_min and label_max belong together: give both or neither.")
-        if (
-            self.label_min is not None
-            and self.label_max is not None
-            and any(a >= b for a, b in zip(self.label_min, self.label_max, strict=True))
-        ):
-            raise RelishConfigError(f"label_min {self.label_min} must lie below label_max {self.label_max}.")
-
-    def _check_text(self) -> None:
-        _one_of("truncation", self.truncation, TRUNCATIONS)
-        _positive_int("max_length", self.max_length)
-
-    def _check_backbone_layers(self) -> None:
-        total = self.num_hidden_layers
-        layers = self.backbone_layers
-        if layers is None:
-            layers = [total if self.backbone_layer is None else self.backbone_layer]
-        for layer in layers:
-            _positive_int("backbone_layer", layer)
-            if layer > total:
-                raise RelishConfigError(
-                    f"backbone_layer must lie in 1..{total} (the {self.backbone_config.model_type} backbone has {total} "
-                    f"layers), got {layer}."
-                )
-        if not layers or len(set(layers)) != len(layers):
-            raise RelishConfigError(f"backbone_layers must be different layers, at least one, got {layers}.")
 
     # ------------------------------------------------------------------ what follows from the settings
 
@@ -244,6 +201,11 @@ class RelishConfig(PreTrainedConfig):
     def cut_layer(self) -> int:
         """The layer after which the backbone is cut; its number of layers where it is whole."""
         return max(self.read_layers)
+
+    @property
+    def reads_language_model(self) -> bool:
+        """Whether the head reads the language model's distribution, so that the backbone keeps its output layer."""
+        return self.head_type in LM_HEADS
 
     @property
     def state_size(self) -> int:
@@ -315,16 +277,6 @@ class RelishConfig(PreTrainedConfig):
         if self.backbone_config is None:
             raise AttributeError("this RelishConfig has no backbone_config yet, so no size is known")
         return self.backbone_config.get_text_config()
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise RelishConfigError(f"{name} must be one of {list(allowed)}, got {value!r}.")
-
-
-def _positive_int(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise RelishConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
 
 
 def _backbone_config_from_dict(values: dict[str, Any]) -> PreTrainedConfig:

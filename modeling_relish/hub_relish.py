@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import cached_file, logging
 
-from .base_model_relish import EMBEDDED_PREFIX, is_local_name
+from .base_model_relish import EMBEDDED_PREFIX, backbone_fingerprint, is_local_name, weights_digest
 from .configuration_relish import RelishConfig
 
 logger = logging.get_logger(__name__)
@@ -117,6 +117,9 @@ class HubMixin:
     """Pushing of a model: what [`PreTrainedModel`] does, with code and card."""
 
     config: Any
+    score: Any
+    backbone: Any
+    backbone_is_untouched: Callable[[], bool]
     # Writes the card's text from (config, repo_id, tags); set by the package. In a process that has the shipped files alone it
     # is None, and the card that came with the checkpoint is kept.
     card_writer: ClassVar[Callable[..., str] | None] = None
@@ -142,8 +145,22 @@ class HubMixin:
         finally:
             self._push_settings = None
 
+    def weights_name(self) -> str | None:
+        """Name what a measurement belongs to: the head's weights, and the backbone's where they are not the base model's.
+
+        `None` where the weights are spread over processes or on the meta device, so that no one process can tell.
+        """
+        if any(hasattr(p, "to_local") or p.is_meta or not p.numel() for p in self.score.parameters()):
+            return None
+        own = "" if self.backbone_is_untouched() else f"+{backbone_fingerprint(self.backbone)}"
+        return f"{weights_digest(self.score)}{own}"
+
+    def _forget_old_figures(self) -> None:
+        if self.config.evaluation and self.config.evaluation.get("weights") != self.weights_name():
+            self.config.evaluation = None  # measured with other weights: trained on since
+
     def _check_base(self, save_backbone: bool | None) -> None:
-        head_only = self.backbone_is_untouched() and not save_backbone  # type: ignore[attr-defined]
+        head_only = self.backbone_is_untouched() and not save_backbone
         check_base_for_others(self.config, head_only=head_only)
 
     def _upload_modified_files(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from .base_model_relish import resolve_backbone
 from .checkpoint_relish import RelishPreTrainedModel
 from .configuration_relish import RelishConfig
 from .head_relish import AttentionLinear, RelishHead, build_head
+from .lm_heads_relish import NumberGridHead, build_lm_head, grid_output
 from .objectives_relish import check_labels, regression_loss
 from .pipeline_relish import register_pipelines
 from .text_relish import PromptTemplate, encode_rows, pad_batch
@@ -61,7 +62,7 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
             for module in backbone.modules():  # its weights are real: post_init must not draw them anew
                 module._is_hf_initialized = True  # type: ignore[assignment]
         self.backbone = backbone
-        self.score = build_head(config)
+        self.score: Any = build_lm_head(config) if config.reads_language_model else build_head(config)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -72,7 +73,8 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         elif isinstance(module, nn.Linear):
             init.kaiming_uniform_(module.weight, a=5**0.5)
             bound = module.in_features**-0.5
-            init.uniform_(module.bias, -bound, bound)
+            if module.bias is not None:
+                init.uniform_(module.bias, -bound, bound)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
@@ -139,16 +141,27 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
             return_dict: `False` returns a plain tuple.
 
         Returns:
-            `SequenceClassifierOutput` with `loss` (on standardised targets, fp32), `logits` (B, K) in label units, fp32.
+            `SequenceClassifierOutput` with `loss` (on standardised targets, fp32), `logits` (B, K) in label units, fp32; of a
+            `number_grid` head also `log_probs` (B, G), the log-probabilities of its numbers.
 
         Raises:
             EmptyRowError, NonFiniteStatesError, LabelError: for input that would give a wrong number.
         """
         del use_cache
-        states, mask = self._states(
-            input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds, hidden_states
-        )
-        prediction, attentions = self.score(states, mask, output_attentions=bool(output_attentions))
+        states = None
+        if self.config.reads_language_model:
+            if input_ids is None or inputs_embeds is not None or hidden_states is not None:
+                raise ValueError(f"a {self.config.head_type} head asks the language model: it needs input_ids alone.")
+            read = self._read_language_model(input_ids, attention_mask)
+            if isinstance(self.score, NumberGridHead):
+                answer = grid_output(self.score, read, cast(RelishConfig, self.config), labels, sample_weight)
+                return answer.to_tuple() if return_dict is False else answer
+            prediction, attentions = self.score(read)
+        else:
+            states, mask = self._states(
+                input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds, hidden_states
+            )
+            prediction, attentions = self.score(states, mask, output_attentions=bool(output_attentions))
         prediction = prediction.float()
         mean, std = self._label_scale(prediction.device)
         loss = None
@@ -160,10 +173,18 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         output = SequenceClassifierOutput(
             loss=loss,
             logits=prediction * std + mean,
-            hidden_states=(states,) if output_hidden_states else None,
+            hidden_states=(states,) if output_hidden_states and states is not None else None,
             attentions=attentions,
         )
         return output.to_tuple() if return_dict is False else output
+
+    def _read_language_model(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Return what the head reads of the language model's distribution; frozen, it stores no activations."""
+        if attention_mask is None:
+            self.warn_if_padding_and_no_attention_mask(input_ids, None)
+            attention_mask = torch.ones_like(input_ids)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.backbone_is_frozen):
+            return self.score.read(self.backbone, input_ids, attention_mask)
 
     def token_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the backbone alone: (B, T, D) states of the chosen layer, zero at padding, and the boolean (B, T) mask."""
@@ -277,6 +298,30 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
             scores[rows] = out.logits.cpu().numpy()
         self.train(was_training)
         return scores[:, 0] if self.config.num_labels == 1 else scores
+
+    @torch.no_grad()
+    def predict_each_step(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Read the regressor after every refinement step, though it was trained on the last one alone.
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, T), 1 = token.
+
+        Returns:
+            (L, B, K) in label units, fp32, the last step's being the model's prediction, and its attention, a tuple of L
+            (B, heads, T); of several latents (B, latents * heads, T).
+
+        Raises:
+            ValueError: for a head without refinement steps.
+        """
+        if not isinstance(self.score, RelishHead):
+            raise ValueError(f"only the relish head has refinement steps, this model's is {self.config.head_type!r}.")
+        states, mask = self.token_states(input_ids, attention_mask)
+        predictions, attentions = self.score.forward_each_step(states, mask)
+        mean, std = self._label_scale(predictions.device)
+        return predictions.float() * std + mean, attentions
 
     def _own_tokenizer(self) -> Any:
         last_error: Exception | None = None

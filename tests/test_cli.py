@@ -21,6 +21,7 @@ from modeling_relish import (
     RelishTrainingArguments,
     cli,
     cli_shared,
+    cli_train,
     trainer,
 )
 from modeling_relish.data import Columns, load_splits
@@ -41,7 +42,7 @@ def settings(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RELISH_HOME", str(tmp_path_factory.mktemp("home")))
         patch.delenv("RELISH_DEBUG", raising=False)
-        patch.setattr(cli, "compute_dtype", lambda: "float32")
+        patch.setattr(cli_train, "compute_dtype", lambda: "float32")
         patch.setattr(RelishTrainingArguments, "__post_init__", exact)
         yield
 
