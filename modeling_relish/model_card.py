@@ -32,6 +32,9 @@ _HEADS = {
     "relish": "RELISH: a learned latent reads all tokens by cross-attention, {config.num_refinement_steps} times",
     "linear": "linear, on the {config.pooling} token state",
     "mlp": "two-layer perceptron, on the {config.pooling} token state",
+    "number_grid": "the expected number under the language model, over a grid of numbers (RAIL; trained: RAFT)",
+    "special_token": "one token's logit",
+    "final_logits_mlp": "two-layer perceptron with a sigmoid, on the last token's logits",
 }
 
 

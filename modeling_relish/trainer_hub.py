@@ -12,7 +12,7 @@ from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME, HubS
 from transformers.utils import logging
 
 from .configuration_relish import RelishConfig
-from .hub_relish import CARD_NAME, check_base_for_others, is_own_card, remote_card, write_card
+from .hub_relish import CARD_NAME, HubMixin, check_base_for_others, is_own_card, remote_card, write_card
 from .model_card import model_card, note_evaluation
 
 logger = logging.get_logger(__name__)
@@ -42,7 +42,7 @@ class HubTrainer(Trainer):
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
         )
         metrics = {k.removeprefix(f"{metric_key_prefix}_"): v for k, v in (output.metrics or {}).items()}
-        weights = self.relish.weights_name() if "pearson" in metrics else None
+        weights = self.relish.weights_name() if "pearson" in metrics and isinstance(self.relish, HubMixin) else None
         if weights is not None:
             split = "validation" if metric_key_prefix == "eval" else metric_key_prefix.removeprefix("eval_")
             measured = self._measurements()
@@ -67,7 +67,8 @@ class HubTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        self.relish.config.evaluation = self._measurements().get(self.relish.weights_name())
+        if isinstance(self.relish, HubMixin):
+            self.relish.config.evaluation = self._measurements().get(self.relish.weights_name() or "")
 
     # ------------------------------------------------------------------ push
 
@@ -83,7 +84,7 @@ class HubTrainer(Trainer):
 
         A card that was edited on the Hub is taken from there, so that the push leaves it as it is.
         """
-        if self._is_adapted():  # an adapter's card is PEFT's
+        if self._is_adapted():  # an adapter's card is PEFT's, a plain language model's is Trainer's
             return super().create_model_card(**kwargs)
         if not self.is_world_process_zero():
             return None
@@ -104,6 +105,7 @@ class HubTrainer(Trainer):
         return None
 
     def _is_adapted(self) -> bool:
+        """Whether what is trained is not the RELISH model itself: an adapter over it, or a plain language model."""
         return self.model is not self.relish
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -152,6 +152,7 @@ print(json.dumps([r["score"] for r in pipeline("text-classification", model="use
 """
 
 
+@pytest.mark.parametrize("published", ["lfs"], indirect=True)
 def test_without_the_package_the_code_of_the_repository_gives_the_same_scores_and_travels_on(published, tmp_path):
     hub, expected = published
     got, pipes, refused = run_client(REMOTE, hub, tmp_path / "home", package=False)
