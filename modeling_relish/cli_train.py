@@ -128,7 +128,7 @@ def train(
         learning_rate=learning_rate or (3e-4 if head is Head.relish else 1e-3), freeze_backbone=not train_backbone,
         label_columns=list(label), eval_strategy="epoch", save_strategy="epoch", save_total_limit=1, logging_strategy="epoch",
         load_best_model_at_end=True, metric_for_best_model="pearson", greater_is_better=True, warmup_steps=0.1,
-        report_to="none", seed=seed,
+        report_to="none", seed=seed, dataset_name=Path(data).name if Path(data).exists() else data,
     )  # fmt: skip
     if backbone_layer == "auto":
         best, found = find_layer(start, splits, tokenizer, args, work, resume=resume)

@@ -28,6 +28,7 @@ from .configuration_relish import RelishConfig
 from .head_relish import AttentionLinear, RelishHead, build_head
 from .lm_heads_relish import NumberGridHead, build_lm_head, grid_output
 from .objectives_relish import check_labels, regression_loss
+from .pipeline_relish import register_pipelines
 from .text_relish import PromptTemplate, encode_rows, pad_batch
 
 logger = logging.get_logger(__name__)
@@ -335,13 +336,19 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         for name in (self.config.name_or_path, self.config.backbone_name_or_path):
             if not name:
                 continue
-            revision = self.config.backbone_revision if name == self.config.backbone_name_or_path else None
+            hub = dict(self._file_kwargs)  # with the very commit that the weights came from
+            if name == self.config.backbone_name_or_path:
+                hub["revision"] = self.config.backbone_revision
+            else:  # else the class that this process may not know by name would be looked up
+                hub["config"] = self.config
             try:
-                return AutoTokenizer.from_pretrained(
-                    resolve_backbone(name), trust_remote_code=False, **({"revision": revision} if revision else {})
-                )
+                return AutoTokenizer.from_pretrained(resolve_backbone(name), trust_remote_code=False, **hub)
             except (OSError, ValueError) as error:
                 last_error = error
         raise ValueError(
             f"no tokenizer was found with the checkpoint or its base model; pass tokenizer=. ({last_error})"
         ) from last_error
+
+
+# On import, for it may be the one file of ours that a process runs; see AUTO_MAP.
+register_pipelines()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, SequentialSampler
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
@@ -22,6 +22,7 @@ from .features import FeatureCache, FeatureDataset
 from .lm_training import LanguageModelRegression, grid_diagnostics
 from .metrics import make_compute_metrics
 from .modeling_relish import RelishForSequenceRegression
+from .trainer_hub import HubTrainer
 from .training_args import RelishTrainingArguments
 from .training_data import (
     TokenDataset,
@@ -37,7 +38,7 @@ from .training_data import (
 logger = logging.get_logger(__name__)
 
 
-class RelishTrainer(Trainer):
+class RelishTrainer(HubTrainer):
     """`transformers.Trainer` for RELISH models.
 
     It takes data sets with the template's text columns (or `input_ids`), checks the labels, measures their mean, deviation and
