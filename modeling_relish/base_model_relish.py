@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,25 +137,41 @@ def weights_digest(backbone: nn.Module) -> str:
 
 
 @torch.no_grad()
-def backbone_fingerprint(backbone: nn.Module) -> str | None:
-    """Digest a backbone's weights cheaply: name, shape and 16 spread values of every tensor.
+def backbone_fingerprint(backbone: nn.Module, *, fine: bool = False) -> str | None:
+    """Digest a backbone's weights cheaply: name, shape and 16 spread values of every tensor; those of an adapter do not count.
 
     fp32 is rounded to bf16, so that a checkpoint digests alike in both. The text before the colon names the dtypes: digests
     can be compared only where it is equal. `None` while the weights are on the meta device.
+
+    Args:
+        backbone: A bare model, or one with an adapter in it.
+        fine: 256 values of every tensor, not rounded: for a change within one process that may be small.
     """
     digest = hashlib.sha256()
     dtypes = set()
-    for name, parameter in sorted(backbone.named_parameters()):
+    for name, parameter in sorted(_base_parameters(backbone)):
         if parameter.is_meta:
             return None
         flat = parameter.detach().reshape(-1)
-        where = torch.linspace(0, flat.numel() - 1, 16, dtype=torch.float64).long().to(flat.device)
+        where = torch.linspace(0, flat.numel() - 1, 256 if fine else 16, dtype=torch.float64).long().to(flat.device)
         values = flat[where]
-        values = values.to(torch.bfloat16) if values.dtype == torch.float32 else values
+        values = values.to(torch.bfloat16) if values.dtype == torch.float32 and not fine else values
         dtypes.add(str(values.dtype).removeprefix("torch."))
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(values.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return f"{'+'.join(sorted(dtypes))}:{digest.hexdigest()[:32]}"
+
+
+def _base_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters under the names that they have without an adapter, which PEFT puts around a layer."""
+    wrapped = {name for name, module in backbone.named_modules() if hasattr(module, "base_layer")}
+    for name, parameter in backbone.named_parameters():
+        parts = name.split(".")
+        owner = next((".".join(parts[:i]) for i in range(len(parts)) if ".".join(parts[:i]) in wrapped), None)
+        if owner is None:
+            yield name, parameter
+        elif name.startswith(f"{owner}.base_layer."):
+            yield f"{owner}.{name.removeprefix(f'{owner}.base_layer.')}", parameter
 
 
 def fingerprints_differ(one: str | None, other: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints: the head alone, completed from the base model that it names, or everything."""
+"""Checkpoints: the head alone, completed from the base model that it names, an adapter and the head, or everything."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 
+from .adapter_relish import Adapter, adapter_config, find_adapter, put_on, save_adapter
 from .backbone_relish import BackboneError, cut_backbone
 from .base_model_relish import (
     BackboneMismatchError,
@@ -35,8 +36,10 @@ class RelishPreTrainedModel(PreTrainedModel):
 
     config_class = RelishConfig
     base_model_prefix = "backbone"
-    # The weights' digest when they came from the base model; None means they must be saved with the head.
+    # The weights' digests when they came from the base model; None means they must be saved with the head. The second is of
+    # more values and not rounded: what an adapter adds when it is merged may be less than the first one sees.
     _base_fingerprint: str | None = None
+    _base_fine_fingerprint: str | None = None
 
     # Set by the subclass.
     backbone: PreTrainedModel
@@ -95,7 +98,7 @@ class RelishPreTrainedModel(PreTrainedModel):
         backbone: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Load a checkpoint: the head alone, completed from the base model it names, or everything.
+        """Load a checkpoint: the head alone or an adapter and the head, completed from the base model it names, or everything.
 
         Args:
             pretrained_model_name_or_path: Hub id or folder.
@@ -108,11 +111,18 @@ class RelishPreTrainedModel(PreTrainedModel):
             BackboneError: if the base model is missing or incomplete (the message names it), or `backbone` is given for a
                 checkpoint that holds its own.
             BackboneMismatchError: if its weights are not those the head was trained on.
+            AdapterError: if an adapter lacks the head or does not fit.
         """
+        hub = {k: kwargs[k] for k in _HUB_KWARGS if k in kwargs}
+        adapter = find_adapter(os.fspath(pretrained_model_name_or_path), kwargs, hub)
         if not isinstance(config, RelishConfig):
             own = {k: kwargs.pop(k) for k in list(kwargs) if k in RelishConfig.__dataclass_fields__ and k != "dtype"}
-            hub = {k: kwargs[k] for k in _HUB_KWARGS if k in kwargs}
-            config = RelishConfig.from_pretrained(config or pretrained_model_name_or_path, **hub, **own)
+            if adapter is not None and config is None:
+                config = adapter_config(adapter, **own)
+            else:
+                config = RelishConfig.from_pretrained(config or pretrained_model_name_or_path, **hub, **own)
+        if adapter is not None:
+            return cls._from_adapter(adapter, config, backbone, kwargs)
         if config.backbone_in_checkpoint and backbone is not None:
             # The base model's fingerprint would fit, and its untrained weights would give another score.
             raise BackboneError(
@@ -125,10 +135,28 @@ class RelishPreTrainedModel(PreTrainedModel):
         config.name_or_path = os.fspath(pretrained_model_name_or_path)
         base = _load_base(config, kwargs) if backbone is None else _share_base(backbone, config)
         model = cls(config, base)._adopt_base(base)
-        model._load_head(pretrained_model_name_or_path, {k: kwargs[k] for k in _HUB_KWARGS if k in kwargs})
+        model._load_head(pretrained_model_name_or_path, hub)
         model.eval()
-        info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": ""}
-        return (model, info) if loading_info else model
+        return (model, _nothing_missing()) if loading_info else model
+
+    @classmethod
+    def _from_adapter(
+        cls, adapter: Adapter, config: RelishConfig, backbone: PreTrainedModel | None, kwargs: dict[str, Any]
+    ) -> Any:
+        """Build the model that an adapter stands on, the language model or a saved RELISH model, and put it there."""
+        loading_info = kwargs.pop("output_loading_info", False)
+        config.name_or_path = adapter.source
+        if (base_name := adapter.base(config)) is not None:
+            more = {k: v for k, v in kwargs.items() if k not in ("revision", "subfolder")}
+            revision = adapter.settings.get("revision")
+            model = cls.from_pretrained(
+                base_name, config=config, backbone=backbone, **more, **({"revision": revision} if revision else {})
+            )
+        else:
+            base = _load_base(config, kwargs) if backbone is None else _share_base(backbone, config)
+            model = cls(config, base)._adopt_base(base)
+        put_on(model, adapter)
+        return (model, _nothing_missing()) if loading_info else model
 
     def _adopt_base(self, base: PreTrainedModel) -> Any:
         """Note that the backbone's weights are the base model's, compare them with the head's memory of them, freeze them."""
@@ -142,7 +170,8 @@ class RelishPreTrainedModel(PreTrainedModel):
             )
         if expected is None and self.config.backbone_name_or_path is not None:
             self.config.backbone_fingerprint = found
-        self._base_fingerprint = found if self.config.backbone_name_or_path is not None else None
+        if self.config.backbone_name_or_path is not None:
+            self._base_fingerprint, self._base_fine_fingerprint = found, backbone_fingerprint(base, fine=True)
         self.backbone.requires_grad_(False)
         self.backbone.eval()
         device = next((p.device for p in base.parameters() if not p.is_meta), torch.device("cpu"))
@@ -191,7 +220,7 @@ class RelishPreTrainedModel(PreTrainedModel):
         state_dict: dict[str, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save the head alone while the backbone's weights are the base model's, else everything.
+        """Save the head alone while the backbone's weights are the base model's, with an adapter where one is on it, else all.
 
         Args:
             save_directory: Folder; created if missing.
@@ -204,6 +233,12 @@ class RelishPreTrainedModel(PreTrainedModel):
         Raises:
             BackboneError: if `save_backbone=False` would lose weights, or the folder holds the base model itself.
         """
+        if self.has_adapter:
+            if save_backbone:
+                raise BackboneError("save_backbone=True needs the adapter merged first: peft_model.merge_and_unload().")
+            if is_main_process:
+                save_adapter(self, save_directory, next(iter(self.peft_config)), state_dict)
+            return
         untouched = self.backbone_is_untouched()
         if save_backbone is False and not untouched:
             raise BackboneError(
@@ -221,13 +256,28 @@ class RelishPreTrainedModel(PreTrainedModel):
         self.config.backbone_in_checkpoint = whole
         super().save_pretrained(save_directory, is_main_process, state_dict=state_dict, **kwargs)
 
+    @property
+    def has_adapter(self) -> bool:
+        """Whether PEFT has put an adapter on the model."""
+        return bool(getattr(self, "peft_config", None))
+
     def backbone_is_untouched(self) -> bool:
-        """Whether the backbone's weights are still those of the base model that the config names."""
+        """Whether the backbone's weights are still those of the base model that the config names, and nothing is on them."""
+        trained = any(p.requires_grad for p in self.backbone.parameters())
+        return not trained and not self.has_adapter and self.base_is_named()
+
+    def base_is_named(self) -> bool:
+        """Whether the backbone's weights, an adapter's own apart, are those of the base model that the config names."""
         if self._base_fingerprint is None or self.config.backbone_name_or_path is None:
             return False
-        if any(p.requires_grad for p in self.backbone.parameters()):
-            return False
-        return not fingerprints_differ(self._base_fingerprint, backbone_fingerprint(self.backbone))
+        return not (
+            fingerprints_differ(self._base_fingerprint, backbone_fingerprint(self.backbone))
+            or fingerprints_differ(self._base_fine_fingerprint, backbone_fingerprint(self.backbone, fine=True))
+        )
+
+
+def _nothing_missing() -> dict[str, Any]:
+    return {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": ""}
 
 
 def _bounded_length(max_length: int, config: Any) -> int:
@@ -242,7 +292,8 @@ def _bounded_length(max_length: int, config: Any) -> int:
 def _load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
     if not config.backbone_name_or_path:
         raise BackboneError(
-            f"the checkpoint {config.name_or_path!r} holds the head alone and names no base model; pass backbone=."
+            f"the checkpoint {config.name_or_path!r} holds no backbone and names no base model; pass backbone=, or start a model "
+            "on it with from_backbone."
         )
     loading = {k: kwargs[k] for k in _BACKBONE_KWARGS if kwargs.get(k) is not None}
     if config.dtype is not None:  # the dtype at saving, so that the scores are the same to the bit
