@@ -86,9 +86,9 @@ def adapter_config(adapter: Adapter, **settings: Any) -> RelishConfig:
     if base and _is_relish(base, {}):
         return RelishConfig.from_pretrained(base, **settings)
     raise AdapterError(
-        f"the adapter {adapter.source!r} has no {CONFIG_NAME} of a RELISH model, and its base model {base!r} is none: the template "
-        f"and the label's scale are lost. Write it there with model.config.save_pretrained({adapter.source!r}); RelishTrainer, and "
-        "save_pretrained of the model inside the PeftModel (get_base_model()), do."
+        f"the adapter {adapter.source!r} has no {CONFIG_NAME} of a RELISH model, and its base model {base!r} is none: the "
+        f"template and the label's scale are lost. Write it with model.config.save_pretrained({adapter.source!r}). "
+        "RelishTrainer does, and save_pretrained of the model inside the PeftModel (get_base_model())."
     )
 
 
@@ -96,7 +96,10 @@ def _is_relish(name: str, hub: dict[str, Any]) -> bool:
     file = cached_file(
         name, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=False, **hub
     )
-    return file is not None and json.loads(Path(file).read_text(encoding="utf-8")).get("model_type") == RelishConfig.model_type
+    return (
+        file is not None
+        and json.loads(Path(file).read_text(encoding="utf-8")).get("model_type") == RelishConfig.model_type
+    )
 
 
 def put_on(model: Any, adapter: Adapter) -> None:
@@ -122,7 +125,10 @@ def put_on(model: Any, adapter: Adapter) -> None:
     if any(key.startswith(f"{PREFIX}{HEAD}.") for key in found):
         try:
             PeftModel.from_pretrained(model, adapter.source, adapter.name, **adapter.hub)
-            wanted = {f"{PREFIX}{k}" for k in get_peft_model_state_dict(model, None, adapter.name, save_embedding_layers=False)}
+            wanted = {
+                f"{PREFIX}{k}"
+                for k in get_peft_model_state_dict(model, None, adapter.name, save_embedding_layers=False)
+            }
             problem = f"differs in {wrong[:4]} ({len(wrong)} in all)" if (wrong := sorted(wanted ^ found)) else ""
         except (KeyError, RuntimeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"

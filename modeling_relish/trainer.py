@@ -14,6 +14,8 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
+from .adapter_relish import complete_adapter
+from .adapter_training import check_adapted, wrap_model
 from .configuration_relish import OBJECTIVES, RelishConfigError
 from .data import TableError
 from .data_collator import RelishCollator
@@ -50,10 +52,12 @@ class RelishTrainer(Trainer):
         eval_dataset: The same, or a dict of them.
         processing_class: The tokenizer; needed for text columns.
         compute_metrics: Replaces the metrics above.
+        peft_config: A `peft.LoraConfig` or another PEFT config: the adapter is put on the backbone and trained with the head.
         **kwargs: As in `Trainer`.
 
     Raises:
         TableError: for a missing column, a label that is not a number, or a bad weight, with column and row.
+        AdapterError: for a `peft_config` that does not fit, or an adapter that leaves the head out.
     """
 
     args: RelishTrainingArguments
@@ -67,6 +71,7 @@ class RelishTrainer(Trainer):
         eval_dataset: Any = None,
         processing_class: Any = None,
         compute_metrics: Callable[[Any], dict[str, float]] | None = None,
+        peft_config: Any = None,
         **kwargs: Any,
     ) -> None:
         if args is None:
@@ -74,6 +79,13 @@ class RelishTrainer(Trainer):
         if not isinstance(args, RelishTrainingArguments):
             raise ValueError(f"RelishTrainer takes RelishTrainingArguments, got {type(args).__name__}.")
         self.relish = _relish_model(model)
+        if peft_config is not None:
+            if not args.freeze_backbone:
+                raise ValueError(
+                    "freeze_backbone=False trains every weight, peft_config an adapter: choose one of them."
+                )
+            model = wrap_model(model, peft_config)
+        check_adapted(model, self.relish)
         self._own_collator = data_collator is None or isinstance(data_collator, RelishCollator)
         self._weight_scale = 1.0
         self._prepared: dict[int, tuple[Any, Any]] = {}  # id -> (the data set itself, kept alive; what it became)
@@ -117,6 +129,8 @@ class RelishTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
+        if self.relish.has_adapter and self.args.should_save:
+            complete_adapter(self.relish, output_dir or self.args.output_dir or ".")
         # Trainer pickles its arguments beside the weights: machine paths that nothing reads, in a format that runs code.
         (Path(output_dir or self.args.output_dir or ".") / TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
@@ -198,7 +212,7 @@ class RelishTrainer(Trainer):
 
     def _caches(self) -> bool:
         wanted = self.args.cache_features
-        possible = self.relish.backbone_is_frozen
+        possible = self.relish.backbone_is_frozen and not self.relish.has_adapter
         if wanted and not possible:
             raise ValueError("cache_features=True needs a frozen backbone: one that is trained changes its states.")
         if wanted is None and possible and not self._own_collator:
