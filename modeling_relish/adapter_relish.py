@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME, cached_file, find_adapter_config_file, is_peft_available
 
 from .backbone_relish import BackboneError
+from .base_model_relish import quantization_of
 from .configuration_relish import RelishConfig
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -193,6 +194,8 @@ def complete_adapter(model: Any, folder: str | os.PathLike) -> None:
     config.architectures = [type(model).__name__]
     config.dtype = str(model.backbone.dtype).removeprefix("torch.")
     config.backbone_in_checkpoint = not model.base_is_named()
+    if (quantization := quantization_of(model.backbone)) is not None:
+        config.quantization_config = quantization
     config.save_pretrained(folder)
 
 

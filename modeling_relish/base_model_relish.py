@@ -162,6 +162,23 @@ def backbone_fingerprint(backbone: nn.Module, *, fine: bool = False) -> str | No
     return f"{'+'.join(sorted(dtypes))}:{digest.hexdigest()[:32]}"
 
 
+def keep_4_bit_weights(backbone: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights at the first evaluation on a CPU with AVX512-BF16.
+
+    No gradient passes packed weights, and what undoes the packing, which taking a state dict does, brings other weights back
+    (bitsandbytes 0.50).
+    """
+    for module in backbone.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def quantization_of(backbone: PreTrainedModel) -> dict[str, Any] | None:
+    """Return how a backbone was quantised as it was loaded, for its configuration."""
+    found = getattr(backbone.config, "quantization_config", None)
+    return found.to_dict() if hasattr(found, "to_dict") else found
+
+
 def _base_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters under the names that they have without an adapter, which PEFT puts around a layer."""
     wrapped = {name for name, module in backbone.named_modules() if hasattr(module, "base_layer")}

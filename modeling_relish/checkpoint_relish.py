@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
+from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 
 from .adapter_relish import Adapter, adapter_config, find_adapter, put_on, save_adapter
@@ -18,7 +19,9 @@ from .base_model_relish import (
     backbone_fingerprint,
     bare_model,
     fingerprints_differ,
+    keep_4_bit_weights,
     load_backbone,
+    quantization_of,
     resolve_backbone,
     whole_config,
     without_pooler,
@@ -172,6 +175,10 @@ class RelishPreTrainedModel(PreTrainedModel):
             self.config.backbone_fingerprint = found
         if self.config.backbone_name_or_path is not None:
             self._base_fingerprint, self._base_fine_fingerprint = found, backbone_fingerprint(base, fine=True)
+        keep_4_bit_weights(base)
+        for name in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # by these PEFT and Trainer know that it is quantised
+            if getattr(base, name, False):
+                setattr(self, name, True)
         self.backbone.requires_grad_(False)
         self.backbone.eval()
         device = next((p.device for p in base.parameters() if not p.is_meta), torch.device("cpu"))
@@ -245,6 +252,11 @@ class RelishPreTrainedModel(PreTrainedModel):
                 "save_backbone=False would lose weights: this backbone was trained, or no base model is named."
             )
         whole = (not untouched) if save_backbone is None else save_backbone
+        if whole and quantization_of(self.backbone) is not None:
+            raise BackboneError(
+                "a quantised backbone is not saved, only named: its base model must have a name. Merge an adapter into the "
+                "base model loaded without quantization_config."
+            )
         base = self.config.backbone_name_or_path
         if base and Path(resolve_backbone(base) if not whole else base).resolve() == Path(save_directory).resolve():
             raise BackboneError(f"{os.fspath(save_directory)!r} holds the base model itself; save into another folder.")
@@ -254,6 +266,8 @@ class RelishPreTrainedModel(PreTrainedModel):
             )
             state_dict = {k: v for k, v in state.items() if k.startswith("score.")}
         self.config.backbone_in_checkpoint = whole
+        if not whole and (quantization := quantization_of(self.backbone)) is not None:
+            self.config.quantization_config = quantization
         super().save_pretrained(save_directory, is_main_process, state_dict=state_dict, **kwargs)
 
     @property
@@ -298,6 +312,8 @@ def _load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
     loading = {k: kwargs[k] for k in _BACKBONE_KWARGS if kwargs.get(k) is not None}
     if config.dtype is not None:  # the dtype at saving, so that the scores are the same to the bit
         loading.setdefault("dtype", config.dtype)
+    if (quantization := getattr(config, "quantization_config", None)) is not None:  # and the same weights
+        loading.setdefault("quantization_config", AutoQuantizationConfig.from_dict(dict(quantization)))
     if isinstance(loading.get("device_map"), dict):
         inner = {k.removeprefix("backbone").removeprefix("."): v for k, v in loading["device_map"].items()}
         loading["device_map"] = {k: v for k, v in inner.items() if not k.startswith("score")}

@@ -7,12 +7,14 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import SCORES, TEXTS, random_batch, save_backbone, tiny_backbone
-from training import ROWS, SCALE, losses, make_trainer, same, tiny_model, workbench
-from transformers import Trainer
+from training import ROWS, SCALE, TOKENIZER, losses, make_trainer, same, tiny_model, workbench
+from transformers import AutoModel, BitsAndBytesConfig, LlamaConfig, Trainer
+from transformers.utils import is_bitsandbytes_available
 from typer.testing import CliRunner
 
 from modeling_relish import RelishForSequenceRegression, cli
 from modeling_relish.adapter_relish import AdapterError
+from modeling_relish.backbone_relish import BackboneError
 
 # PEFT 0.21 asks for an attribute that transformers 5.24 has renamed; a second wrapping is what reloading as PeftModel is.
 pytestmark = [
@@ -246,3 +248,70 @@ def test_command_line_trains_lora_and_predicts_with_it(base, tmp_path):
         run(*common, "--output", tmp_path / "both", "--lora", "--train-backbone")
     with pytest.raises(AdapterError, match="at least 1"):
         run(*common, "--output", tmp_path / "zero", "--lora", "--lora-rank", 0)
+
+
+# ---------------------------------------------------------------------- a 4-bit backbone
+
+
+@pytest.fixture(scope="module")
+def wide_base(tmp_path_factory):
+    """A Llama of a width that bitsandbytes can pack."""
+    folder = tmp_path_factory.mktemp("wide") / "llama"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    AutoModel.from_config(LlamaConfig(**sizes, vocab_size=300, max_position_embeddings=128)).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.skipif(
+    not is_bitsandbytes_available(),
+    reason="bitsandbytes is not installed: QLoRA is NOT tested (pip install bitsandbytes)",
+)
+@pytest.mark.filterwarnings("error:.*autograd kernel was not registered")
+def test_qlora_trains_comes_back_quantised_and_keeps_a_float_head(make, wide_base, tmp_path):
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+
+    def model(**kwargs):
+        return tiny_model(wide_base, backbone_layer=2, prompt_template="Text: {text}\nScore:", **SCALE, **kwargs)
+
+    quantised = model(quantization_config=four_bit)
+    assert quantised.backbone.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+    assert {p.dtype for p in quantised.score.parameters()} == {torch.float32}
+    expected = quantised.predict(TEXTS, TOKENIZER).tolist()  # which packs the weights, where the processor can
+    assert expected == pytest.approx(model().predict(TEXTS, TOKENIZER).tolist(), abs=0.5)
+    quantised.save_pretrained(tmp_path / "head")
+    assert {p.name for p in (tmp_path / "head").iterdir()} == {"config.json", "model.safetensors"}
+    assert (tmp_path / "head" / "model.safetensors").stat().st_size < 100e3
+    assert RelishForSequenceRegression.from_pretrained(tmp_path / "head").predict(TEXTS).tolist() == expected
+
+    trainer = make(quantised, eval_dataset=ROWS, peft_config=lora(), **EPOCHS)
+    before = trainable(trainer.model)
+    run = losses(trainer)
+    assert sum(run[-3:]) < sum(run[:3])
+    assert not [n for n, p in trainable(trainer.model).items() if torch.equal(p, before[n]) and "k_proj.bias" not in n]
+    trainer.save_model(str(tmp_path / "final"))
+    loaded = RelishForSequenceRegression.from_pretrained(tmp_path / "final")
+    assert loaded.backbone.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8
+    assert {p.dtype for p in loaded.score.parameters()} == {torch.float32}
+    assert loaded.predict(TEXTS).tolist() == pytest.approx(quantised.predict(TEXTS, TOKENIZER).tolist(), abs=1e-5)
+    merged = trainer.model.merge_and_unload()
+    with pytest.raises(BackboneError, match="without quantization_config"):
+        merged.save_pretrained(tmp_path / "merged")
+
+
+@pytest.mark.skipif(
+    not is_bitsandbytes_available(),
+    reason="bitsandbytes is not installed: QLoRA is NOT tested (pip install bitsandbytes)",
+)
+def test_gradients_through_a_4_bit_backbone_are_those_before_an_evaluation(wide_base):
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    found = []
+    for evaluated in (False, True):
+        model = tiny_model(wide_base, quantization_config=four_bit, **SCALE)
+        peft_model = get_peft_model(model, lora(task_type="SEQ_CLS", init_lora_weights=False))
+        if evaluated:
+            peft_model.eval().predict(TEXTS, TOKENIZER)
+        found.append(gradients(peft_model))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)
