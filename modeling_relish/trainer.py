@@ -90,6 +90,8 @@ class RelishTrainer(Trainer):
         self._weight_scale = 1.0
         self._prepared: dict[int, tuple[Any, Any]] = {}  # id -> (the data set itself, kept alive; what it became)
         _apply_settings(self.relish, args, adapted=model is not self.relish)
+        if args.ddp_find_unused_parameters is None and self.relish.backbone_is_frozen:
+            args.ddp_find_unused_parameters = False  # the head uses all of its own; looking for others costs every step
         self.args = args
         if train_dataset is not None:
             self._measure_labels(train_dataset)
