@@ -65,7 +65,7 @@ def wrap_model(model: Any, peft_config: Any) -> Any:
     return get_peft_model(model, peft_config)
 
 
-def check_adapted(model: Any, relish: RelishForSequenceRegression) -> None:
+def check_adapted(model: Any, relish: Any) -> None:
     """Raise where an adapter would be trained without the head, or inside it.
 
     Args:
@@ -76,7 +76,7 @@ def check_adapted(model: Any, relish: RelishForSequenceRegression) -> None:
         AdapterError: if the head would not be saved with the adapter, or has adapter layers in it, or nothing of `model` would be
             trained because it was loaded for inference.
     """
-    if not relish.has_adapter:
+    if not getattr(relish, "has_adapter", False):  # a causal language model has no head beside it
         return
     if model is relish:
         raise AdapterError(

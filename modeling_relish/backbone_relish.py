@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_MAPPING,
+)
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from .configuration_relish import RelishConfig
@@ -61,7 +65,9 @@ def build_backbone(config: RelishConfig) -> PreTrainedModel:
             "this RelishConfig has no backbone_config; start a model with from_backbone(name_or_path, ...)."
         )
     text_config = config.get_text_config()
-    check_architecture(text_config)
+    check_architecture(text_config, config.reads_language_model)
+    if config.reads_language_model:
+        return AutoModelForCausalLM.from_config(text_config)
     kwargs = model_kwargs(text_config)
     backbone = AutoModel.from_config(cut_config(text_config, config.cut_layer), **kwargs)
     if config.cut_layer != config.num_hidden_layers:
@@ -139,12 +145,18 @@ def shallow_copy(module: nn.Module) -> Any:
     return shell
 
 
-def check_architecture(config: PreTrainedConfig) -> None:
+def check_architecture(config: PreTrainedConfig, causal_lm: bool = False) -> None:
     """Refuse, by name, an architecture without one sequence of hidden states.
 
     Raises:
-        BackboneError: for an encoder-decoder, and for what `AutoModel` does not know.
+        BackboneError: for an encoder-decoder, and for what `AutoModel` does not know; with `causal_lm`, for what does not
+            say a next token.
     """
+    # BERT-like encoders have a causal class too, which is of use only to weights that were trained for it.
+    if causal_lm and (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not _is_decoder(config)):
+        raise BackboneError(
+            f"{config.model_type} is no causal language model: it gives numbers no probabilities. Use head_type relish, linear or mlp."
+        )
     if config.is_encoder_decoder:
         raise BackboneError(
             f"{config.model_type} is an encoder-decoder: it has no single sequence of hidden states. Use a decoder or an encoder."
@@ -153,6 +165,11 @@ def check_architecture(config: PreTrainedConfig) -> None:
         raise BackboneError(
             f"{config.model_type} has no bare model in transformers' AutoModel; it cannot be a backbone."
         )
+
+
+def _is_decoder(config: PreTrainedConfig) -> bool:
+    has_switch = hasattr(config, "is_decoder") and type(config) in MODEL_FOR_MASKED_LM_MAPPING
+    return bool(config.is_decoder) if has_switch else True
 
 
 def model_kwargs(config: PreTrainedConfig) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import logging
 
 from .backbone_relish import (
@@ -22,8 +23,11 @@ from .backbone_relish import (
     remove_final_norm,
     shallow_copy,
 )
+from .configuration_relish import RelishConfig
 
 EMBEDDED_PREFIX = "embedded:"
+BACKBONE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "attn_implementation", "device_map",
+                   "dtype", "max_memory", "offload_folder", "quantization_config")  # fmt: skip
 
 
 class BackboneMismatchError(BackboneError):
@@ -57,12 +61,15 @@ def whole_config(name: str, hub: dict[str, Any]) -> PreTrainedConfig:
         raise BackboneError(f"the base model {name!r} cannot be loaded: {error}") from error
 
 
-def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) -> PreTrainedModel:
+def load_backbone(
+    name_or_path: str, layer: int | None = None, *, causal_lm: bool = False, **kwargs: Any
+) -> PreTrainedModel:
     """Load a backbone's weights, only those of the first `layer` layers.
 
     Args:
         name_or_path: Hub id, folder, or `embedded:NAME`.
         layer: Where to cut; `None` keeps every layer.
+        causal_lm: Keep the language model's output layer (nothing is cut then).
         **kwargs: For `AutoModel.from_pretrained`: revision, dtype, device_map, quantization_config, token, ...
 
     Raises:
@@ -77,7 +84,11 @@ def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) ->
     except (OSError, ValueError) as error:
         raise BackboneError(f"the base model {name_or_path!r}{_at(hub)} cannot be loaded: {error}") from error
     text_config = whole.get_text_config()
-    check_architecture(text_config)
+    check_architecture(text_config, causal_lm)
+    if causal_lm and text_config is not whole:
+        raise BackboneError(f"{name_or_path!r} is multimodal ({whole.model_type}); use its text-only language model.")
+    if causal_lm:
+        return _from_pretrained(path, name_or_path, whole, kwargs, AutoModelForCausalLM)
     if text_config is not whole:  # a multimodal model: its language part has the weights under a prefix of its own
         config, extra = whole, {}
     else:
@@ -90,11 +101,13 @@ def load_backbone(name_or_path: str, layer: int | None = None, **kwargs: Any) ->
     return backbone
 
 
-def _from_pretrained(path: str, name: str, config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
+def _from_pretrained(
+    path: str, name: str, config: PreTrainedConfig, kwargs: dict[str, Any], auto_class: Any = AutoModel
+) -> PreTrainedModel:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the layers above the cut are reported as unexpected; what is missing is checked below
     try:
-        backbone, info = AutoModel.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
+        backbone, info = auto_class.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
     except OSError as error:
         raise BackboneError(f"the base model {name!r}{_at(kwargs)} cannot be loaded: {error}") from error
     finally:
@@ -105,6 +118,42 @@ def _from_pretrained(path: str, name: str, config: PreTrainedConfig, kwargs: dic
             f"the base model {name!r} lacks {len(missing)} weights, as {missing[:3]}; it would be partly random."
         )
     return backbone
+
+
+def load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
+    """Load the base model that a checkpoint names; `kwargs` are those of `from_pretrained`."""
+    if not config.backbone_name_or_path:
+        raise BackboneError(
+            f"the checkpoint {config.name_or_path!r} holds no backbone and names no base model; pass backbone=, or start a model "
+            "on it with from_backbone."
+        )
+    loading = {k: kwargs[k] for k in BACKBONE_KWARGS if kwargs.get(k) is not None}
+    if config.dtype is not None:  # the dtype at saving, so that the scores are the same to the bit
+        loading.setdefault("dtype", config.dtype)
+    if (quantization := getattr(config, "quantization_config", None)) is not None:  # and the same weights
+        loading.setdefault("quantization_config", AutoQuantizationConfig.from_dict(dict(quantization)))
+    if isinstance(loading.get("device_map"), dict):
+        inner = {k.removeprefix("backbone").removeprefix("."): v for k, v in loading["device_map"].items()}
+        loading["device_map"] = {k: v for k, v in inner.items() if not k.startswith("score")}
+    if config.backbone_revision:
+        loading["revision"] = config.backbone_revision
+    return load_backbone(
+        config.backbone_name_or_path, config.cut_layer, causal_lm=config.reads_language_model, **loading
+    )
+
+
+def share_base(backbone: PreTrainedModel, config: RelishConfig) -> PreTrainedModel:
+    """Cut a base model that is in memory as a checkpoint's is, sharing its weights."""
+    if config.reads_language_model:
+        check_architecture(backbone.config.get_text_config(), causal_lm=True)
+        return backbone
+    bare = without_pooler(bare_model(backbone))
+    if bare.config.num_hidden_layers == config.num_hidden_layers:
+        return cut_backbone(bare, config.cut_layer)
+    raise BackboneError(
+        f"the backbone passed in has {bare.config.num_hidden_layers} layers, the checkpoint's base model "
+        f"{config.backbone_name_or_path!r} has {config.num_hidden_layers}."
+    )
 
 
 def _at(kwargs: Mapping[Any, Any]) -> str:
@@ -170,12 +219,12 @@ def keep_4_bit_weights(backbone: nn.Module) -> None:
     """
     for module in backbone.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def quantization_of(backbone: PreTrainedModel) -> dict[str, Any] | None:
     """Return how a backbone was quantised as it was loaded, for its configuration."""
-    found = getattr(backbone.config, "quantization_config", None)
+    found: Any = getattr(backbone.config, "quantization_config", None)
     return found.to_dict() if hasattr(found, "to_dict") else found
 
 

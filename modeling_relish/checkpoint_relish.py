@@ -8,30 +8,31 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
-from transformers.quantizers import AutoQuantizationConfig
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 
 from .adapter_relish import Adapter, adapter_config, find_adapter, put_on, save_adapter
-from .backbone_relish import BackboneError, cut_backbone
+from .backbone_relish import BackboneError, check_architecture, cut_backbone
 from .base_model_relish import (
+    BACKBONE_KWARGS,
     BackboneMismatchError,
     backbone_fingerprint,
     bare_model,
     fingerprints_differ,
     keep_4_bit_weights,
     load_backbone,
+    load_base,
     quantization_of,
     resolve_backbone,
+    share_base,
     whole_config,
     without_pooler,
 )
-from .configuration_relish import RelishConfig, RelishConfigError
+from .configuration_relish import LM_HEADS, RelishConfig, RelishConfigError
+from .number_grid_relish import NumberGrid
 from .text_relish import PromptTemplate
 
 _HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-_BACKBONE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "attn_implementation", "device_map",
-                    "dtype", "max_memory", "offload_folder", "quantization_config")  # fmt: skip
 
 
 class RelishPreTrainedModel(PreTrainedModel):
@@ -58,20 +59,23 @@ class RelishPreTrainedModel(PreTrainedModel):
             backbone: Hub id, folder, `embedded:NAME`, or a loaded model (shared, not copied).
             revision: Of the backbone on the Hub.
             **kwargs: Settings of [`RelishConfig`] (backbone_layer, prompt_template, num_labels ...), and what
-                `AutoModel.from_pretrained` takes (dtype, device_map, token ...).
+                `AutoModel.from_pretrained` takes (dtype, device_map, token ...). `number_grid` may be numbers, a mapping
+                word -> number or a `NumberGrid`; `tokenizer` finds its tokens where the backbone's own is not to be loaded.
 
         Raises:
             BackboneError: if the backbone cannot be loaded or cut.
             RelishConfigError: for an unknown or impossible setting.
         """
-        loading = {k: kwargs.pop(k) for k in _BACKBONE_KWARGS if k in kwargs}
+        loading = {k: kwargs.pop(k) for k in BACKBONE_KWARGS if k in kwargs}
         known = set(RelishConfig.__dataclass_fields__) | {"num_labels", "id2label", "label2id"}
         if unknown := sorted(set(kwargs) - known):
             raise RelishConfigError(f"unknown setting(s) {unknown}; RelishConfig knows {sorted(known)}.")
         layers = {k: kwargs[k] for k in ("backbone_layer", "backbone_layers") if k in kwargs}
+        tokenizer, causal_lm = kwargs.pop("tokenizer", None), kwargs.get("head_type") in (*LM_HEADS, "special_token")
         if isinstance(backbone, PreTrainedModel):
             name = backbone.config._name_or_path or None
-            loaded = without_pooler(bare_model(backbone))
+            loaded = backbone if causal_lm else without_pooler(bare_model(backbone))
+            check_architecture(loaded.config.get_text_config(), causal_lm)
             backbone_config = loaded.config
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer  # checked before anything is cut
             loaded = cut_backbone(loaded, cut)
@@ -82,7 +86,9 @@ class RelishPreTrainedModel(PreTrainedModel):
             hub = {"revision": revision} if revision else {}
             backbone_config = whole_config(name, {**hub, **{k: loading[k] for k in _HUB_KWARGS if k in loading}})
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer
-            loaded = load_backbone(name, cut, **hub, **loading)
+            loaded = load_backbone(name, cut, causal_lm=causal_lm, **hub, **loading)
+        if "number_grid" in kwargs:
+            kwargs["number_grid"] = _resolved_grid(kwargs, tokenizer, name, revision)
         kwargs["max_length"] = _bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config)
         config = RelishConfig(
             backbone_name_or_path=name, backbone_revision=revision, backbone_config=backbone_config, **kwargs
@@ -90,7 +96,26 @@ class RelishPreTrainedModel(PreTrainedModel):
         # Where it lay on this machine is nobody else's business. Of the copy: a live model keeps its name.
         config.backbone_config._name_or_path = ""
         PromptTemplate(config.prompt_template)
+        if config.head_type == "special_token":
+            return cls._from_token_row(config, loaded)
         return cls(config, loaded)._adopt_base(loaded)
+
+    @classmethod
+    def _from_token_row(cls, config: RelishConfig, language_model: PreTrainedModel) -> Any:
+        """Start a `special_token` head at that token's row of the language model's output layer."""
+        output = language_model.get_output_embeddings()
+        token = config.special_token_id
+        if token is None:
+            eos = language_model.config.eos_token_id
+            token = eos[0] if isinstance(eos, (list, tuple)) else eos
+        if output is None or token is None:
+            raise BackboneError("a special_token head needs a causal language model and special_token_id.")
+        config.special_token_id = token
+        base = without_pooler(bare_model(language_model))
+        model = cls(config, base)._adopt_base(base)
+        with torch.no_grad():
+            model.score.regressor.weight.copy_(output.weight[token].float().expand(len(config.target_names), -1))
+        return model
 
     @classmethod
     def from_pretrained(
@@ -136,7 +161,7 @@ class RelishPreTrainedModel(PreTrainedModel):
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         loading_info = kwargs.pop("output_loading_info", False)
         config.name_or_path = os.fspath(pretrained_model_name_or_path)
-        base = _load_base(config, kwargs) if backbone is None else _share_base(backbone, config)
+        base = load_base(config, kwargs) if backbone is None else share_base(backbone, config)
         model = cls(config, base)._adopt_base(base)
         model._load_head(pretrained_model_name_or_path, hub)
         model.eval()
@@ -156,7 +181,7 @@ class RelishPreTrainedModel(PreTrainedModel):
                 base_name, config=config, backbone=backbone, **more, **({"revision": revision} if revision else {})
             )
         else:
-            base = _load_base(config, kwargs) if backbone is None else _share_base(backbone, config)
+            base = load_base(config, kwargs) if backbone is None else share_base(backbone, config)
             model = cls(config, base)._adopt_base(base)
         put_on(model, adapter)
         return (model, _nothing_missing()) if loading_info else model
@@ -294,6 +319,21 @@ def _nothing_missing() -> dict[str, Any]:
     return {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": ""}
 
 
+def _resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, revision: str | None) -> dict[str, Any]:
+    """Find the tokens of a number grid's values as they follow the prompt."""
+    grid = NumberGrid.from_setting(settings["number_grid"])
+    if grid.tokens is None and tokenizer is None:
+        if name is None:
+            raise BackboneError(
+                "a loaded model without a name brings no tokenizer: pass tokenizer= for the number grid."
+            )
+        tokenizer = AutoTokenizer.from_pretrained(
+            resolve_backbone(name), trust_remote_code=False, **({"revision": revision} if revision else {})
+        )
+    template = settings.get("prompt_template", RelishConfig.prompt_template)
+    return grid.resolve(tokenizer, template).to_dict()
+
+
 def _bounded_length(max_length: int, config: Any) -> int:
     """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index)."""
     positions = getattr(config, "max_position_embeddings", None)
@@ -301,32 +341,3 @@ def _bounded_length(max_length: int, config: Any) -> int:
         return max_length
     offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
     return min(max_length, positions - offset)
-
-
-def _load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
-    if not config.backbone_name_or_path:
-        raise BackboneError(
-            f"the checkpoint {config.name_or_path!r} holds no backbone and names no base model; pass backbone=, or start a model "
-            "on it with from_backbone."
-        )
-    loading = {k: kwargs[k] for k in _BACKBONE_KWARGS if kwargs.get(k) is not None}
-    if config.dtype is not None:  # the dtype at saving, so that the scores are the same to the bit
-        loading.setdefault("dtype", config.dtype)
-    if (quantization := getattr(config, "quantization_config", None)) is not None:  # and the same weights
-        loading.setdefault("quantization_config", AutoQuantizationConfig.from_dict(dict(quantization)))
-    if isinstance(loading.get("device_map"), dict):
-        inner = {k.removeprefix("backbone").removeprefix("."): v for k, v in loading["device_map"].items()}
-        loading["device_map"] = {k: v for k, v in inner.items() if not k.startswith("score")}
-    if config.backbone_revision:
-        loading["revision"] = config.backbone_revision
-    return load_backbone(config.backbone_name_or_path, config.cut_layer, **loading)
-
-
-def _share_base(backbone: PreTrainedModel, config: RelishConfig) -> PreTrainedModel:
-    bare = without_pooler(bare_model(backbone))
-    if bare.config.num_hidden_layers == config.num_hidden_layers:
-        return cut_backbone(bare, config.cut_layer)
-    raise BackboneError(
-        f"the backbone passed in has {bare.config.num_hidden_layers} layers, the checkpoint's base model "
-        f"{config.backbone_name_or_path!r} has {config.num_hidden_layers}."
-    )

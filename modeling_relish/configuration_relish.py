@@ -12,9 +12,12 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-HEAD_TYPES = ("relish", "linear", "mlp")
+HEAD_TYPES = ("relish", "linear", "mlp", "special_token", "number_grid", "final_logits_mlp")
+# Heads that read the language model's distribution over tokens, not its states: their backbone keeps its output layer.
+LM_HEADS = ("number_grid", "final_logits_mlp")
 POOLINGS = ("mean", "last", "first")
-OBJECTIVES = ("huber", "mse")
+GRID_OBJECTIVES = ("raft", "mbr", "cross_entropy")
+OBJECTIVES = ("huber", "mse", *GRID_OBJECTIVES)
 TRUNCATIONS = ("longest_first", "error")
 
 # Names that any transformers configuration may carry beside the fields below: written by save_pretrained, by the Hub
@@ -62,7 +65,9 @@ class RelishConfig(PreTrainedConfig):
         backbone_layers: Several layers to read at once, in place of `backbone_layer`: the head learns a softmax mix of them
             (each under its own LayerNorm). The backbone is cut at the highest.
         layer_search: What a layer search measured, layer -> validation Pearson; written by it.
-        head_type: `"relish"` (the paper's), `"linear"` or `"mlp"` (both over a pooled token).
+        head_type: `"relish"` (the paper's), `"linear"` or `"mlp"` (both over a pooled token), `"number_grid"` (the expected
+            number under the language model: RAIL; trained, RAFT), or RAFT's other predictors: `"special_token"` (one token's
+            logit) and `"final_logits_mlp"` (an MLP with a sigmoid on the last token's logits).
         head_hidden_size: Width d of the latent state.
         head_num_attention_heads: Attention heads of a refinement step; divides `head_hidden_size`.
         head_intermediate_size: Width of the feed-forward part (and of the `mlp` head's hidden layer).
@@ -71,11 +76,17 @@ class RelishConfig(PreTrainedConfig):
         input_norm: LayerNorm (without parameters) on every token state before the head. `None` follows the layer: on
             where a layer is read that is not the last, for its states are not normalised by the backbone.
         pooling: `"mean"`, `"last"` or `"first"` token, for the `linear` and `mlp` heads.
+        number_grid: The numbers that a `number_grid` head may answer with: a `NumberGrid`'s dict, with its tokens.
+        normalize_grid: Make the probabilities of the grid sum to one (the papers take the whole vocabulary's softmax).
+        learn_values: Train the grid's values too (learnable-RAFT).
+        special_token_id: Token whose logit the `special_token` head starts from; `None` = the end-of-text token.
         label_mean: Mean of the training labels, one per target; measured by `RelishTrainer` when `None`.
         label_std: Standard deviation of the training labels, one per target; all > 0.
         label_min: Lower end of the label's scale, one per target (for NRMSE).
         label_max: Upper end of the label's scale, one per target.
-        objective: `"huber"` or `"mse"`, on standardised targets.
+        objective: `"huber"` or `"mse"`, on standardised targets. For a `number_grid` head also `"raft"` (squared error of the
+            expected number, which there is what `"mse"` is), `"mbr"` (expected squared error) and `"cross_entropy"` (of the
+            nearest number of the grid: standard fine-tuning).
         huber_delta: Where Huber turns from square to linear, in label standard deviations.
         prompt_template: Text with named fields, as `"Sentence 1: {text_a}\nSentence 2: {text_b}\nScore:"`.
         max_length: Longest prompt in tokens; longer ones lose the end of their longest field, never the template.
@@ -106,6 +117,10 @@ class RelishConfig(PreTrainedConfig):
     head_dropout: float | int = 0.0
     input_norm: bool | None = None
     pooling: str = "mean"
+    number_grid: dict | None = None
+    normalize_grid: bool = False
+    learn_values: bool = False
+    special_token_id: int | None = None
     label_mean: list | None = None
     label_std: list | None = None
     label_min: list | None = None
@@ -190,6 +205,22 @@ class RelishConfig(PreTrainedConfig):
             )
         if not 0 <= self.head_dropout < 1:
             raise RelishConfigError(f"head_dropout must lie in [0, 1), got {self.head_dropout}.")
+        self._check_language_model_head()
+
+    def _check_language_model_head(self) -> None:
+        if self.objective in GRID_OBJECTIVES and self.head_type != "number_grid":
+            raise RelishConfigError(
+                f'objective {self.objective!r} is about the probabilities of numbers: it needs head_type="number_grid", got '
+                f"{self.head_type!r}."
+            )
+        if self.head_type in (*LM_HEADS, "special_token") and (self.backbone_layer or self.backbone_layers):
+            raise RelishConfigError(
+                f"a {self.head_type} head reads what the language model says at its end: leave backbone_layer=None."
+            )
+        if self.head_type == "number_grid" and self.num_labels != 1:
+            raise RelishConfigError(f"a number_grid head answers with one number, got num_labels={self.num_labels}.")
+        if self.number_grid is not None and self.head_type != "number_grid":
+            raise RelishConfigError(f'number_grid is a setting of head_type="number_grid", got {self.head_type!r}.')
 
     def _check_labels(self) -> None:
         if self.problem_type != "regression":
@@ -239,6 +270,11 @@ class RelishConfig(PreTrainedConfig):
     def cut_layer(self) -> int:
         """The layer after which the backbone is cut; its number of layers where it is whole."""
         return max(self.read_layers)
+
+    @property
+    def reads_language_model(self) -> bool:
+        """Whether the head reads the language model's distribution, so that the backbone keeps its output layer."""
+        return self.head_type in LM_HEADS
 
     @property
     def state_size(self) -> int:

@@ -212,14 +212,19 @@ def cheapest_form(T: int, D: int, d: int, heads: int, steps: int, training: bool
 
 
 class PooledHead(nn.Module):
-    """A static baseline: one pooled token state through a linear layer, or through a two-layer MLP (GELU)."""
+    """A static baseline: one pooled token state through a linear layer, or through a two-layer MLP (GELU).
+
+    As `special_token`, the last token's state meets one vector, which starts as a token's row of the language model's
+    output layer: the prediction is that token's logit (RAFT, section 5).
+    """
 
     def __init__(self, config: RelishConfig) -> None:
         super().__init__()
-        self.pooling = config.pooling
+        self.pooling = "last" if config.head_type == "special_token" else config.pooling
         self.reader = StateReader(config)
-        if config.head_type == "linear":
-            self.regressor: nn.Module = nn.Linear(config.hidden_size, len(config.target_names))
+        if config.head_type != "mlp":
+            has_bias = config.head_type == "linear"
+            self.regressor: nn.Module = nn.Linear(config.hidden_size, len(config.target_names), bias=has_bias)
         else:
             self.regressor = nn.Sequential(
                 nn.Linear(config.hidden_size, config.head_intermediate_size),
@@ -245,5 +250,5 @@ def pool(states: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor
 
 
 def build_head(config: RelishConfig) -> RelishHead | PooledHead:
-    """Build the head that `config.head_type` names."""
+    """Build the head over hidden states that `config.head_type` names."""
     return RelishHead(config) if config.head_type == "relish" else PooledHead(config)

@@ -49,7 +49,7 @@ def regression_loss(
     huber_delta: float = 1.0,
     sample_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mean loss on standardised values, in fp32.
+    """Return the mean loss on standardised values, in fp32.
 
     The mean runs over rows and targets, and weights multiply without being divided out again: a weight of 1 is an ordinary
     row, and the loss of a batch is the mean of the losses of its parts, as gradient accumulation and several processes need.
@@ -71,6 +71,68 @@ def regression_loss(
         loss = F.mse_loss(predictions, targets, reduction="none")
     else:
         raise ValueError(f"objective must be one of ['huber', 'mse'], got {objective!r}.")
+    return _weighted_mean(loss, sample_weight)
+
+
+def grid_loss(
+    log_probs: torch.Tensor,
+    values: torch.Tensor,
+    targets: torch.Tensor,
+    objective: str,
+    *,
+    scale: float = 1.0,
+    huber_delta: float = 1.0,
+    normalize: bool = False,
+    sample_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Mean loss of a distribution over a number grid, in fp32.
+
+    With p the probabilities and y the label, in units of `scale` (the labels' deviation, so that losses of different scales
+    compare; 1 is the paper's):
+
+    - raft (and mse): (y - sum_g p_g g)^2, the squared error of the expected number (RAFT, section 4)
+    - huber: the same error under Huber
+    - mbr: sum_g p_g (y - g)^2, the expected squared error (RAFT, ablation)
+    - cross_entropy: -log p of the grid's number nearest to y, the lower of two as near (standard fine-tuning)
+
+    Args:
+        log_probs: (B, G).
+        values: (G,) in label units.
+        targets: (B, 1) labels in label units.
+        objective: one of those above.
+        scale: Divides errors.
+        huber_delta: Where Huber turns linear, in units of `scale`.
+        normalize: Make the probabilities sum to one first.
+        sample_weight: (B,) or (B, 1) weights, >= 0.
+
+    Returns:
+        A scalar.
+    """
+    targets = targets.float()
+    if objective == "cross_entropy":
+        # In fp64: two values as near as each other must stay so. The lower one wins, as the first in order.
+        ascending = torch.argsort(values.detach())
+        distances = (targets.double() - values.detach().double()[ascending]).abs()
+        nearest = ascending[distances.argmin(1, keepdim=True)]
+        loss = -(log_probs.log_softmax(1) if normalize else log_probs).gather(1, nearest)
+    elif objective == "mbr":
+        probs = grid_probs(log_probs, normalize)
+        loss = (probs * ((targets - values) / scale) ** 2).sum(1, keepdim=True)
+    elif objective in ("raft", "mse", "huber"):
+        expected = grid_probs(log_probs, normalize) @ values[:, None]
+        kind = "huber" if objective == "huber" else "mse"
+        return regression_loss(expected / scale, targets / scale, kind, huber_delta, sample_weight)
+    else:
+        raise ValueError(f"objective must be one of ['raft', 'huber', 'mse', 'mbr', 'cross_entropy'], got {objective!r}.")
+    return _weighted_mean(loss, sample_weight)
+
+
+def grid_probs(log_probs: torch.Tensor, normalize: bool = False) -> torch.Tensor:
+    """Return (B, G) probabilities: those under the whole vocabulary, or made to sum to one."""
+    return log_probs.softmax(1) if normalize else log_probs.exp()
+
+
+def _weighted_mean(loss: torch.Tensor, sample_weight: torch.Tensor | None) -> torch.Tensor:
     if sample_weight is not None:
         loss = loss * sample_weight.float().view(-1, 1)
     return loss.mean()

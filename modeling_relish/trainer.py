@@ -90,7 +90,7 @@ class RelishTrainer(Trainer):
         self._weight_scale = 1.0
         self._prepared: dict[int, tuple[Any, Any]] = {}  # id -> (the data set itself, kept alive; what it became)
         _apply_settings(self.relish, args, adapted=model is not self.relish)
-        if args.ddp_find_unused_parameters is None and self.relish.backbone_is_frozen:
+        if args.ddp_find_unused_parameters is None and getattr(self.relish, "backbone_is_frozen", False):
             args.ddp_find_unused_parameters = False  # the head uses all of its own; looking for others costs every step
         self.args = args
         if train_dataset is not None:
@@ -131,7 +131,7 @@ class RelishTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        if self.relish.has_adapter and self.args.should_save:
+        if getattr(self.relish, "has_adapter", False) and self.args.should_save:
             complete_adapter(self.relish, output_dir or self.args.output_dir or ".")
         # Trainer pickles its arguments beside the weights: machine paths that nothing reads, in a format that runs code.
         (Path(output_dir or self.args.output_dir or ".") / TRAINING_ARGS_NAME).unlink(missing_ok=True)

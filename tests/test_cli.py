@@ -20,7 +20,9 @@ from modeling_relish import (
     RelishTrainer,
     RelishTrainingArguments,
     cli,
+    cli_score,
     cli_shared,
+    cli_train,
     trainer,
 )
 from modeling_relish.data import Columns, load_splits
@@ -41,7 +43,7 @@ def settings(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RELISH_HOME", str(tmp_path_factory.mktemp("home")))
         patch.delenv("RELISH_DEBUG", raising=False)
-        patch.setattr(cli, "compute_dtype", lambda: "float32")
+        patch.setattr(cli_train, "compute_dtype", lambda: "float32")
         patch.setattr(RelishTrainingArguments, "__post_init__", exact)
         yield
 
@@ -402,7 +404,7 @@ def test_rests_of_a_run_are_kept_until_overwrite_is_said_and_then_gone(base, tmp
     ("read", "write"), [("csv", "jsonl"), ("tsv", "csv"), ("jsonl", "parquet"), ("parquet", "tsv")]
 )
 def test_predict_keeps_rows_columns_and_order_in_every_format(read, write, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(cli_score, "CHUNK_ROWS", 4)
     table = [{"n": i, **row, "note": 'a "quoted", note\nover two lines'} for i, row in enumerate(rows(13))]
     table[3]["text"] = table[9]["text"]  # equal texts keep their own rows
     data = save(tmp_path / f"data.{read}", table)
@@ -419,7 +421,7 @@ def test_predict_keeps_rows_columns_and_order_in_every_format(read, write, train
 
 
 def test_predict_may_take_the_place_of_its_own_table(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(cli_score, "CHUNK_ROWS", 4)
     data = save(tmp_path / "data.csv", rows(10))
     before = load(data)
     run("predict", trained, data, "--output", data, "--column", "guess")
@@ -456,7 +458,7 @@ def broken(tmp_path, **cells):
     ],
 )
 def test_predict_that_fails_leaves_nothing_behind(cells, arguments, words, trained, tmp_path, monkeypatch, fails):
-    monkeypatch.setattr(cli, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(cli_score, "CHUNK_ROWS", 4)
     data = broken(tmp_path, **cells)
     out = save(tmp_path / "out" / "scored.jsonl", [{"an": "earlier table"}])
     before = tree(tmp_path)

@@ -1,0 +1,163 @@
+"""A causal language model's probabilities of numbers: every candidate of a grid in one forward pass."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from .backbone_relish import check_rows
+from .number_grid_relish import TokenTrie
+
+logger = logging.get_logger(__name__)
+
+# Attention kernels that take any mask. Flash attention takes none but padding.
+_MASKED_KERNELS = ("sdpa", "eager")
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def grid_log_probs(
+    model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, trie: TokenTrie
+) -> torch.Tensor:
+    """Return (B, G) log p(number | prompt), fp32, differentiable.
+
+    The candidates' tokens are laid out after the prompt as one trie: each sees the prompt and its own ancestors, at the position
+    it would have alone. So the prompt runs once, and logits are computed for its last token and the trie's alone.
+
+    Args:
+        model: A causal language model, maybe in PEFT's or a distributed wrapper.
+        input_ids: (B, T), padded on any side.
+        attention_mask: (B, T), 1 = token.
+        trie: The grid's tokens.
+
+    Raises:
+        EmptyRowError: for a row without a token.
+    """
+    if len(trie) == 0:
+        return trie.log_probs(last_logits(model, input_ids, attention_mask)[:, None])
+    check_rows(attention_mask)
+    ids, mask = pad_left(input_ids, attention_mask)
+    if (reason := no_tree_mask(model)) is None:
+        logits = _tree_logits(model, ids, mask, trie)
+    else:
+        logger.warning_once(f"{reason}; every number is run by itself, which is slower.")
+        return _one_by_one(model, ids, mask, trie)
+    return trie.log_probs(logits)
+
+
+def last_logits(model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Return (B, V) logits after the prompt's last token; arguments as [`grid_log_probs`]."""
+    check_rows(attention_mask)
+    ids, mask = pad_left(input_ids, attention_mask)
+    return _logits(model, ids, mask.long(), mask.long().cumsum(1).sub(1).clamp(min=0), 1)[:, 0]
+
+
+def pad_left(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move every row's tokens to the right end, in their order; (B, T) ids and boolean mask."""
+    mask = attention_mask.bool()
+    order = torch.argsort(mask.to(torch.uint8), dim=1, stable=True)
+    return input_ids.gather(1, order), mask.gather(1, order)
+
+
+def no_tree_mask(model: nn.Module) -> str | None:
+    """Say why a model cannot take the trie's mask; `None` where it can."""
+    causal = _unwrapped(model)
+    config = causal.config.get_text_config()
+    name = type(causal).__name__
+    kernel = getattr(config, "_attn_implementation", None)
+    if kernel not in _MASKED_KERNELS:
+        return f"{name} runs under attn_implementation={kernel!r}, which takes no mask but padding (sdpa and eager do)"
+    if "position_ids" not in inspect.signature(causal.forward).parameters:
+        return f"{name} takes no position_ids"
+    types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if getattr(causal, "_is_stateful", False) or not types <= _KNOWN_LAYER_TYPES:
+        return f"{name} has layers without a plain attention mask ({sorted(types)})"
+    if len(types) > 1 and not _takes_masks_by_type(causal):
+        return f"{name} mixes full and sliding attention and takes no mask for each"
+    return None
+
+
+def _takes_masks_by_type(causal: Any) -> bool:
+    try:
+        return "causal_mask_mapping := attention_mask" in inspect.getsource(type(causal.get_decoder()))
+    except (OSError, TypeError):  # no source at hand: not known, so no
+        return False
+
+
+def _unwrapped(model: Any) -> Any:
+    """Return the causal language model inside wrappers of distributed training, compilation and PEFT."""
+    while True:
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(getattr(model, "module", None), nn.Module) and not hasattr(model, "config"):
+            model = model.module
+        else:
+            return model
+
+
+def _tree_logits(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, trie: TokenTrie) -> torch.Tensor:
+    """Return (B, N + 1, V) logits of the prompt's last token and the trie's tokens."""
+    B, T = ids.shape
+    N = len(trie)
+    tables = trie.tables(ids.device)
+    length = mask.sum(1, keepdim=True)
+    prompt_positions = mask.long().cumsum(1).sub(1).clamp(min=0)
+    positions = torch.cat([prompt_positions, length + tables.depths - 1], dim=1)
+    allowed = torch.zeros(B, T + N, T + N, dtype=torch.bool, device=ids.device)
+    allowed[:, :T, :T] = torch.ones(T, T, dtype=torch.bool, device=ids.device).tril() & mask[:, None, :]
+    allowed[:, T:, :T] = mask[:, None, :]
+    allowed[:, T:, T:] = tables.ancestors
+    allowed |= torch.eye(T + N, dtype=torch.bool, device=ids.device)  # padding sees itself: a row of nothing is NaN
+    everything = torch.cat([ids, tables.tokens.expand(B, N)], dim=1)
+    return _logits(model, everything, _masks(model, allowed, positions), positions, N + 1)
+
+
+def _masks(model: nn.Module, allowed: torch.Tensor, positions: torch.Tensor) -> Any:
+    """Bring a boolean (B, S, S) mask into the form that the model's layers take."""
+    config = _unwrapped(model).config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True) is False:
+        window = None
+    types = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window else ["full_attention"]))
+    masks = {}
+    for kind in types:
+        part = allowed
+        if kind == "sliding_attention" and window is not None:
+            part = allowed & (positions[:, :, None] - positions[:, None, :] < window)
+        masks[kind] = _for_kernel(part[:, None], model, config._attn_implementation)
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _for_kernel(mask: torch.Tensor, model: nn.Module, kernel: str) -> torch.Tensor:
+    if kernel != "eager":
+        return mask
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())  # eager attention adds its mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def _logits(model: nn.Module, ids: torch.Tensor, mask: Any, positions: torch.Tensor, keep: int) -> torch.Tensor:
+    """Return the last `keep` positions' logits; the vocabulary is never multiplied with the others' states."""
+    accepted = inspect.signature(_unwrapped(model).forward).parameters
+    kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    kwargs |= {"position_ids": positions} if "position_ids" in accepted else {}
+    kwargs |= {"use_cache": False} if "use_cache" in accepted else {}
+    kwargs |= {"logits_to_keep": keep} if "logits_to_keep" in accepted else {}
+    return model(**kwargs).logits[:, -keep:]
+
+
+def _one_by_one(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, trie: TokenTrie) -> torch.Tensor:
+    """The slow and plain way: one forward for every candidate."""
+    found = []
+    for sequence in trie.sequences:
+        tokens = torch.tensor(sequence, device=ids.device).expand(len(ids), -1)
+        everything = torch.cat([ids, tokens[:, :-1]], dim=1)
+        seen = torch.cat([mask, torch.ones_like(tokens[:, :-1], dtype=torch.bool)], dim=1)
+        positions = seen.long().cumsum(1).sub(1).clamp(min=0)
+        logits = _logits(model, everything, seen.long(), positions, len(sequence)).float()
+        found.append(torch.log_softmax(logits, -1).gather(-1, tokens[..., None]).sum((1, 2)))
+    return torch.stack(found, dim=1)
