@@ -29,7 +29,8 @@ def train(mode: str, base: str, folder: Path, batch_size: int) -> tuple[list[flo
     model = tiny_model(base, backbone_layer=3, prompt_template="Text: {text}\nScore:", **SCALE)
     trainer = make_trainer(
         folder / mode, model, rows=ROWS, eval_dataset=ROWS, per_device_train_batch_size=batch_size, num_train_epochs=2,
-        per_device_eval_batch_size=4, eval_strategy="epoch", ddp_find_unused_parameters=False, **{"learning_rate": 1e-2, **kwargs},
+        per_device_eval_batch_size=4, eval_strategy="epoch", ddp_find_unused_parameters=False,
+        **{"learning_rate": 1e-2, **kwargs},
     )  # fmt: skip
     run = losses(trainer)
     trainer.save_model(str(folder / mode / "saved"))
