@@ -155,7 +155,8 @@ def check_architecture(config: PreTrainedConfig, causal_lm: bool = False) -> Non
     # BERT-like encoders have a causal class too, which is of use only to weights that were trained for it.
     if causal_lm and (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not _is_decoder(config)):
         raise BackboneError(
-            f"{config.model_type} is no causal language model: it gives numbers no probabilities. Use head_type relish, linear or mlp."
+            f"{config.model_type} is no causal language model: it gives numbers no probabilities. Use head_type "
+            "relish, linear or mlp."
         )
     if config.is_encoder_decoder:
         raise BackboneError(

@@ -120,6 +120,15 @@ def _from_pretrained(
     return backbone
 
 
+def bounded_length(max_length: int, config: Any) -> int:
+    """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index)."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if not positions:
+        return max_length
+    offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
+    return min(max_length, positions - offset)
+
+
 def load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
     """Load the base model that a checkpoint names; `kwargs` are those of `from_pretrained`."""
     if not config.backbone_name_or_path:
@@ -209,6 +218,34 @@ def backbone_fingerprint(backbone: nn.Module, *, fine: bool = False) -> str | No
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(values.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return f"{'+'.join(sorted(dtypes))}:{digest.hexdigest()[:32]}"
+
+
+def realign(head: torch.nn.Module) -> None:
+    """Copy weights out of the mapped file: at odd addresses, products of one row round otherwise than before saving."""
+    for parameter in head.parameters():
+        if not parameter.is_meta and parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone()
+
+
+def bring_back(head: nn.Module) -> None:
+    """Bring back a head that `device_map` has offloaded to CPU or disk, to stay where it computes.
+
+    It is small, and it reads weights of its parts without calling them, which is where accelerate would bring them.
+    """
+    if not any(parameter.is_meta for parameter in head.parameters()):
+        return
+    try:
+        from accelerate.hooks import remove_hook_from_module
+    except ImportError as error:
+        raise BackboneError("an offloaded model needs the package accelerate: pip install accelerate.") from error
+    for module in head.modules():
+        outer = getattr(module, "_hf_hook", None)
+        for hook in getattr(outer, "hooks", [outer]):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.is_meta and getattr(hook, "weights_map", None) is not None:
+                    value = hook.weights_map[name].to(parameter.dtype)
+                    module._parameters[name] = nn.Parameter(value, parameter.requires_grad)
+    remove_hook_from_module(head, recurse=True)
 
 
 def keep_4_bit_weights(backbone: nn.Module) -> None:

@@ -18,17 +18,21 @@ from .base_model_relish import (
     BackboneMismatchError,
     backbone_fingerprint,
     bare_model,
+    bounded_length,
+    bring_back,
     fingerprints_differ,
     keep_4_bit_weights,
     load_backbone,
     load_base,
     quantization_of,
+    realign,
     resolve_backbone,
     share_base,
     whole_config,
     without_pooler,
 )
-from .configuration_relish import LM_HEADS, RelishConfig, RelishConfigError
+from .configuration_checks_relish import LM_HEADS, RelishConfigError
+from .configuration_relish import RelishConfig
 from .number_grid_relish import NumberGrid
 from .text_relish import PromptTemplate
 
@@ -89,7 +93,7 @@ class RelishPreTrainedModel(PreTrainedModel):
             loaded = load_backbone(name, cut, causal_lm=causal_lm, **hub, **loading)
         if "number_grid" in kwargs:
             kwargs["number_grid"] = _resolved_grid(kwargs, tokenizer, name, revision)
-        kwargs["max_length"] = _bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config)
+        kwargs["max_length"] = bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config)
         config = RelishConfig(
             backbone_name_or_path=name, backbone_revision=revision, backbone_config=backbone_config, **kwargs
         )
@@ -158,7 +162,11 @@ class RelishPreTrainedModel(PreTrainedModel):
                 "which may be trained; leave backbone= out."
             )
         if config.backbone_in_checkpoint:
-            return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+            loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+            head = loaded[0].score if isinstance(loaded, tuple) else loaded.score
+            bring_back(head)
+            realign(head)
+            return loaded
         loading_info = kwargs.pop("output_loading_info", False)
         config.name_or_path = os.fspath(pretrained_model_name_or_path)
         base = load_base(config, kwargs) if backbone is None else share_base(backbone, config)
@@ -296,6 +304,12 @@ class RelishPreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process, state_dict=state_dict, **kwargs)
 
     @property
+    def device(self) -> torch.device:
+        """Where inputs go: the first device with weights on it. Those that accelerate has offloaded are on none (meta)."""
+        offloaded = torch.device("cpu" if getattr(self, "hf_device_map", None) else "meta")
+        return next((p.device for p in self.parameters() if not p.is_meta), offloaded)
+
+    @property
     def has_adapter(self) -> bool:
         """Whether PEFT has put an adapter on the model."""
         return bool(getattr(self, "peft_config", None))
@@ -332,12 +346,3 @@ def _resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, r
         )
     template = settings.get("prompt_template", RelishConfig.prompt_template)
     return grid.resolve(tokenizer, template).to_dict()
-
-
-def _bounded_length(max_length: int, config: Any) -> int:
-    """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index)."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if not positions:
-        return max_length
-    offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
-    return min(max_length, positions - offset)

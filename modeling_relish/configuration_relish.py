@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-logger = logging.get_logger(__name__)
+from .configuration_checks_relish import (
+    LM_HEADS,
+    RelishConfigError,
+    check_backbone_layers,
+    check_head,
+    check_labels,
+    check_text,
+    per_target,
+)
 
-HEAD_TYPES = ("relish", "linear", "mlp", "special_token", "number_grid", "final_logits_mlp")
-# Heads that read the language model's distribution over tokens, not its states: their backbone keeps its output layer.
-LM_HEADS = ("number_grid", "final_logits_mlp")
-POOLINGS = ("mean", "last", "first")
-GRID_OBJECTIVES = ("raft", "mbr", "cross_entropy")
-OBJECTIVES = ("huber", "mse", *GRID_OBJECTIVES)
-TRUNCATIONS = ("longest_first", "error")
+logger = logging.get_logger(__name__)
 
 # Names that any transformers configuration may carry beside the fields below: written by save_pretrained, by the Hub
 # or by TRL and PEFT. Anything else is a misspelling or comes from another version, and is told.
@@ -45,10 +46,6 @@ _FOREIGN_NAMES = frozenset(
         "use_cache",
     }
 )
-
-
-class RelishConfigError(ValueError):
-    """A setting of [`RelishConfig`] that cannot be meant; the message says what came and what was expected."""
 
 
 class RelishConfig(PreTrainedConfig):
@@ -99,7 +96,7 @@ class RelishConfig(PreTrainedConfig):
     model_type = "relish"
     # A plain class attribute: the base class's sub_configs_defaults treats the name `backbone_config` as a vision model's.
     sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": AutoConfig}
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["hidden_states", "attentions"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["hidden_states", "attentions", "log_probs"]
 
     backbone_name_or_path: str | None = None
     backbone_revision: str | None = None
@@ -153,14 +150,14 @@ class RelishConfig(PreTrainedConfig):
         if pad_token_id is not None:
             self.pad_token_id = pad_token_id
         for name in ("label_mean", "label_std", "label_min", "label_max"):
-            setattr(self, name, self._per_target(name))
-        self._check_head()
-        self._check_labels()
-        self._check_text()
+            setattr(self, name, per_target(self, name))
+        check_head(self)
+        check_labels(self)
+        check_text(self)
         if self.backbone_layers is not None and self.backbone_layer is not None:
             raise RelishConfigError("backbone_layer and backbone_layers exclude each other: give one of them.")
         if self.backbone_config is not None:
-            self._check_backbone_layers()
+            check_backbone_layers(self)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -176,88 +173,6 @@ class RelishConfig(PreTrainedConfig):
         targets would come back as one.
         """
         return {**super().to_diff_dict(), "id2label": self.id2label, "label2id": self.label2id}
-
-    # ------------------------------------------------------------------ checks
-
-    def _per_target(self, name: str) -> list[float] | None:
-        value = getattr(self, name)
-        if value is None:
-            return None
-        values = [float(v) for v in (value if isinstance(value, (list, tuple)) else [value])]
-        if len(values) != self.num_labels:
-            raise RelishConfigError(
-                f"{name} has {len(values)} value(s), but num_labels is {self.num_labels}: give one value per target."
-            )
-        if not all(math.isfinite(v) for v in values):
-            raise RelishConfigError(f"{name} must be finite, got {values}.")
-        return values
-
-    def _check_head(self) -> None:
-        _one_of("head_type", self.head_type, HEAD_TYPES)
-        _one_of("pooling", self.pooling, POOLINGS)
-        _one_of("objective", self.objective, OBJECTIVES)
-        for name in ("head_hidden_size", "head_num_attention_heads", "head_intermediate_size", "num_refinement_steps"):
-            _positive_int(name, getattr(self, name))
-        if self.head_hidden_size % self.head_num_attention_heads:
-            raise RelishConfigError(
-                f"head_hidden_size ({self.head_hidden_size}) must be a multiple of head_num_attention_heads "
-                f"({self.head_num_attention_heads})."
-            )
-        if not 0 <= self.head_dropout < 1:
-            raise RelishConfigError(f"head_dropout must lie in [0, 1), got {self.head_dropout}.")
-        self._check_language_model_head()
-
-    def _check_language_model_head(self) -> None:
-        if self.objective in GRID_OBJECTIVES and self.head_type != "number_grid":
-            raise RelishConfigError(
-                f'objective {self.objective!r} is about the probabilities of numbers: it needs head_type="number_grid", got '
-                f"{self.head_type!r}."
-            )
-        if self.head_type in (*LM_HEADS, "special_token") and (self.backbone_layer or self.backbone_layers):
-            raise RelishConfigError(
-                f"a {self.head_type} head reads what the language model says at its end: leave backbone_layer=None."
-            )
-        if self.head_type == "number_grid" and self.num_labels != 1:
-            raise RelishConfigError(f"a number_grid head answers with one number, got num_labels={self.num_labels}.")
-        if self.number_grid is not None and self.head_type != "number_grid":
-            raise RelishConfigError(f'number_grid is a setting of head_type="number_grid", got {self.head_type!r}.')
-
-    def _check_labels(self) -> None:
-        if self.problem_type != "regression":
-            raise RelishConfigError(f'problem_type must be "regression", got {self.problem_type!r}.')
-        if not (self.huber_delta > 0 and math.isfinite(self.huber_delta)):
-            raise RelishConfigError(f"huber_delta must be a positive number, got {self.huber_delta}.")
-        if self.label_std is not None and min(self.label_std) <= 0:
-            raise RelishConfigError(f"label_std must be positive for every target, got {self.label_std}.")
-        if (self.label_mean is None) != (self.label_std is None):
-            raise RelishConfigError("label_mean and label_std belong together: give both or neither.")
-        if (self.label_min is None) != (self.label_max is None):
-            raise RelishConfigError("label_min and label_max belong together: give both or neither.")
-        if (
-            self.label_min is not None
-            and self.label_max is not None
-            and any(a >= b for a, b in zip(self.label_min, self.label_max, strict=True))
-        ):
-            raise RelishConfigError(f"label_min {self.label_min} must lie below label_max {self.label_max}.")
-
-    def _check_text(self) -> None:
-        _one_of("truncation", self.truncation, TRUNCATIONS)
-        _positive_int("max_length", self.max_length)
-
-    def _check_backbone_layers(self) -> None:
-        total = self.num_hidden_layers
-        layers = self.backbone_layers
-        if layers is None:
-            layers = [total if self.backbone_layer is None else self.backbone_layer]
-        for layer in layers:
-            _positive_int("backbone_layer", layer)
-            if layer > total:
-                raise RelishConfigError(
-                    f"backbone_layer must lie in 1..{total} (the {self.backbone_config.model_type} backbone has {total} "
-                    f"layers), got {layer}."
-                )
-        if not layers or len(set(layers)) != len(layers):
-            raise RelishConfigError(f"backbone_layers must be different layers, at least one, got {layers}.")
 
     # ------------------------------------------------------------------ what follows from the settings
 
@@ -346,16 +261,6 @@ class RelishConfig(PreTrainedConfig):
         if self.backbone_config is None:
             raise AttributeError("this RelishConfig has no backbone_config yet, so no size is known")
         return self.backbone_config.get_text_config()
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise RelishConfigError(f"{name} must be one of {list(allowed)}, got {value!r}.")
-
-
-def _positive_int(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise RelishConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
 
 
 def _backbone_config_from_dict(values: dict[str, Any]) -> PreTrainedConfig:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
+from transformers.modeling_outputs import SequenceClassifierOutput
 
-from .configuration_relish import RelishConfig, RelishConfigError
+from .configuration_checks_relish import RelishConfigError
+from .configuration_relish import RelishConfig
 from .language_model_relish import grid_log_probs, last_logits
 from .number_grid_relish import NumberGrid, TokenTrie
-from .objectives_relish import grid_probs
+from .objectives_relish import check_labels, grid_loss, grid_probs
+
+
+@dataclass
+class NumberGridOutput(SequenceClassifierOutput):
+    """`SequenceClassifierOutput` with the (B, G) log-probabilities of the grid's numbers, fp32."""
+
+    log_probs: torch.Tensor | None = None
 
 
 class NumberGridHead(nn.Module):
@@ -39,9 +50,29 @@ class NumberGridHead(nn.Module):
         """Ask the language model: (B, G) log p(number | prompt), fp32."""
         return grid_log_probs(backbone, input_ids, mask, self.trie).to(self.values.device)
 
-    def forward(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (B, 1) expected numbers in label units, and the log-probabilities as they came, both fp32."""
-        return grid_probs(log_probs, self.normalize) @ self.values[:, None], log_probs
+    def forward(self, log_probs: torch.Tensor, output_attentions: bool = False) -> tuple[torch.Tensor, None]:
+        """Return (B, 1) expected numbers in label units, fp32; there is no attention to return."""
+        del output_attentions
+        return grid_probs(log_probs, self.normalize) @ self.values[:, None], None
+
+
+def grid_output(
+    head: NumberGridHead,
+    log_probs: torch.Tensor,
+    config: RelishConfig,
+    labels: torch.Tensor | None = None,
+    sample_weight: torch.Tensor | None = None,
+) -> NumberGridOutput:
+    """Return the expected numbers in label units, and the loss of the config's objective where labels are given."""
+    logits, _ = head(log_probs)
+    loss = None
+    if labels is not None:
+        targets = check_labels(labels.to(logits.device), len(logits), 1)
+        loss = grid_loss(
+            log_probs, head.values, targets, config.objective, scale=config.label_std[0] if config.label_std else 1.0,
+            huber_delta=config.huber_delta, normalize=head.normalize, sample_weight=sample_weight,
+        )  # fmt: skip
+    return NumberGridOutput(loss=loss, logits=logits, log_probs=log_probs)
 
 
 class FinalLogitsHead(nn.Module):
@@ -58,7 +89,7 @@ class FinalLogitsHead(nn.Module):
 
     def read(self, backbone: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Ask the language model: (B, V) logits after the prompt's last token."""
-        weight = self.regressor[0].weight
+        weight = next(self.parameters())
         return last_logits(backbone, input_ids, mask).to(weight.device, weight.dtype)
 
     def forward(self, logits: torch.Tensor) -> tuple[torch.Tensor, None]:

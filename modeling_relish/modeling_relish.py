@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from .base_model_relish import resolve_backbone
 from .checkpoint_relish import RelishPreTrainedModel
 from .configuration_relish import RelishConfig
 from .head_relish import AttentionLinear, RelishHead, build_head
-from .lm_heads_relish import build_lm_head
-from .objectives_relish import check_labels, grid_loss, regression_loss
+from .lm_heads_relish import NumberGridHead, build_lm_head, grid_output
+from .objectives_relish import check_labels, regression_loss
 from .text_relish import PromptTemplate, encode_rows, pad_batch
 
 logger = logging.get_logger(__name__)
@@ -140,79 +140,50 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
             return_dict: `False` returns a plain tuple.
 
         Returns:
-            `SequenceClassifierOutput` with `loss` (on standardised targets, fp32), `logits` (B, K) in label units, fp32.
+            `SequenceClassifierOutput` with `loss` (on standardised targets, fp32), `logits` (B, K) in label units, fp32; of a
+            `number_grid` head also `log_probs` (B, G), the log-probabilities of its numbers.
 
         Raises:
             EmptyRowError, NonFiniteStatesError, LabelError: for input that would give a wrong number.
         """
         del use_cache
+        states = None
         if self.config.reads_language_model:
-            states, attentions = None, None
-            logits, standardised, log_probs = self._read_language_model(
-                input_ids, attention_mask, inputs_embeds, hidden_states
-            )
+            if input_ids is None or inputs_embeds is not None or hidden_states is not None:
+                raise ValueError(f"a {self.config.head_type} head asks the language model: it needs input_ids alone.")
+            read = self._read_language_model(input_ids, attention_mask)
+            if isinstance(self.score, NumberGridHead):
+                answer = grid_output(self.score, read, cast(RelishConfig, self.config), labels, sample_weight)
+                return answer.to_tuple() if return_dict is False else answer
+            prediction, attentions = self.score(read)
         else:
-            log_probs = None
             states, mask = self._states(
                 input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds, hidden_states
             )
-            standardised, attentions = self.score(states, mask, output_attentions=bool(output_attentions))
-            standardised = standardised.float()
-            mean, std = self._label_scale(standardised.device)
-            logits = standardised * std + mean
+            prediction, attentions = self.score(states, mask, output_attentions=bool(output_attentions))
+        prediction = prediction.float()
+        mean, std = self._label_scale(prediction.device)
+        loss = None
+        if labels is not None:
+            targets = check_labels(labels.to(prediction.device), len(prediction), prediction.shape[1])
+            loss = regression_loss(
+                prediction, (targets - mean) / std, self.config.objective, self.config.huber_delta, sample_weight
+            )
         output = SequenceClassifierOutput(
-            loss=None if labels is None else self._loss(logits, standardised, log_probs, labels, sample_weight),
-            logits=logits,
+            loss=loss,
+            logits=prediction * std + mean,
             hidden_states=(states,) if output_hidden_states and states is not None else None,
             attentions=attentions,
         )
         return output.to_tuple() if return_dict is False else output
 
-    def _loss(
-        self,
-        logits: torch.Tensor,
-        standardised: torch.Tensor,
-        log_probs: torch.Tensor | None,
-        labels: torch.Tensor,
-        sample_weight: torch.Tensor | None,
-    ) -> torch.Tensor:
-        config = self.config
-        targets = check_labels(labels.to(logits.device), len(logits), logits.shape[1])
-        mean, std = self._label_scale(logits.device)
-        if log_probs is None:
-            return regression_loss(
-                standardised, (targets - mean) / std, config.objective, config.huber_delta, sample_weight
-            )
-        return grid_loss(
-            log_probs, self.score.values, targets, config.objective, scale=float(std), huber_delta=config.huber_delta,
-            normalize=config.normalize_grid, sample_weight=sample_weight,
-        )  # fmt: skip
-
-    def _read_language_model(
-        self,
-        input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
-        hidden_states: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return logits in label units, the same standardised, and a number grid's log-probabilities."""
-        if input_ids is None or inputs_embeds is not None or hidden_states is not None:
-            raise ValueError(f"a {self.config.head_type} head reads the language model itself: it needs input_ids alone.")
+    def _read_language_model(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Return what the head reads of the language model's distribution; frozen, it stores no activations."""
         if attention_mask is None:
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
             attention_mask = torch.ones_like(input_ids)
-        # The language model runs inside the head; frozen, its activations are not kept.
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.backbone_is_frozen):
-            read = self.score.read(self.backbone, input_ids, attention_mask)
-        prediction, log_probs = self.score(read)
-        mean, std = self._label_scale(prediction.device)
-        if log_probs is not None:
-            return prediction, (prediction - mean) / std, log_probs
-        return prediction.float() * std + mean, prediction.float(), None
-
-    def grid_log_probs(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return a `number_grid` head's (B, G) log p(number | prompt), fp32, in the order of `score.values`."""
-        return self.score.read(self.backbone, input_ids, attention_mask)
+            return self.score.read(self.backbone, input_ids, attention_mask)
 
     def token_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the backbone alone: (B, T, D) states of the chosen layer, zero at padding, and the boolean (B, T) mask."""
@@ -240,7 +211,8 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         check_rows(attention_mask)
         if hidden_states is None:
             hidden_states = self._run_backbone(input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds)
-        device = next(self.score.parameters()).device
+        head = next(self.score.parameters())
+        device = hidden_states.device if head.is_meta else head.device  # meta: offloaded, accelerate brings it
         states, mask = hidden_states.to(device), attention_mask.to(device).bool()
         check_finite(states, mask, self.config.layer_name)
         # What stands at padding is arbitrary, even NaN under some attention kernels; and 0 * NaN would reach the score.

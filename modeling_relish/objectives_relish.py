@@ -92,7 +92,7 @@ def grid_loss(
 
     - raft (and mse): (y - sum_g p_g g)^2, the squared error of the expected number (RAFT, section 4)
     - huber: the same error under Huber
-    - mbr: sum_g p_g (y - g)^2, the expected squared error (RAFT, ablation)
+    - mbr: sum_g p_g (y - g)^2, the expected squared error (RAFT, ablation); it needs `normalize`, for p = 0 is its least
     - cross_entropy: -log p of the grid's number nearest to y, the lower of two as near (standard fine-tuning)
 
     Args:
@@ -115,7 +115,7 @@ def grid_loss(
         distances = (targets.double() - values.detach().double()[ascending]).abs()
         nearest = ascending[distances.argmin(1, keepdim=True)]
         loss = -(log_probs.log_softmax(1) if normalize else log_probs).gather(1, nearest)
-    elif objective == "mbr":
+    elif objective == "mbr" and normalize:
         probs = grid_probs(log_probs, normalize)
         loss = (probs * ((targets - values) / scale) ** 2).sum(1, keepdim=True)
     elif objective in ("raft", "mse", "huber"):
@@ -123,7 +123,10 @@ def grid_loss(
         kind = "huber" if objective == "huber" else "mse"
         return regression_loss(expected / scale, targets / scale, kind, huber_delta, sample_weight)
     else:
-        raise ValueError(f"objective must be one of ['raft', 'huber', 'mse', 'mbr', 'cross_entropy'], got {objective!r}.")
+        raise ValueError(
+            "objective must be one of ['raft', 'huber', 'mse', 'mbr' (normalized), 'cross_entropy'], got "
+            f"{objective!r}, normalize={normalize}."
+        )
     return _weighted_mean(loss, sample_weight)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from .configuration_relish import TRUNCATIONS
+from .configuration_checks_relish import TRUNCATIONS
 
 logger = logging.get_logger(__name__)
 

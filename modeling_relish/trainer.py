@@ -16,10 +16,12 @@ from transformers.utils import logging
 
 from .adapter_relish import complete_adapter
 from .adapter_training import check_adapted, wrap_model
-from .configuration_relish import OBJECTIVES, RelishConfigError
+from .configuration_checks_relish import GRID_OBJECTIVES, OBJECTIVES, RelishConfigError
+from .configuration_relish import RelishConfig
 from .data import TableError
 from .data_collator import RelishCollator
 from .features import FeatureCache, FeatureDataset
+from .lm_training import LanguageModelRegression, grid_diagnostics
 from .metrics import make_compute_metrics
 from .modeling_relish import RelishForSequenceRegression
 from .training_args import RelishTrainingArguments
@@ -45,7 +47,8 @@ class RelishTrainer(Trainer):
     once per text, and reports Pearson, Spearman, NRMSE, RMSE and MAE in label units.
 
     Args:
-        model: A [`RelishForSequenceRegression`], or a PEFT model around one.
+        model: A [`RelishForSequenceRegression`], or a plain causal language model, which is then trained over `number_grid`
+            and stays one; or a PEFT model around either.
         args: [`RelishTrainingArguments`].
         data_collator: As in `Trainer`; pads tokens or states where `None`.
         train_dataset: `datasets.Dataset` (or a list of dicts) with text columns or `input_ids`, and labels.
@@ -53,6 +56,8 @@ class RelishTrainer(Trainer):
         processing_class: The tokenizer; needed for text columns.
         compute_metrics: Replaces the metrics above.
         peft_config: A `peft.LoraConfig` or another PEFT config: the adapter is put on the backbone and trained with the head.
+        number_grid: For a causal language model: a `NumberGrid`, numbers, or a mapping word -> number.
+        prompt_template: For a causal language model: the prompt; its end asks for the number.
         **kwargs: As in `Trainer`.
 
     Raises:
@@ -72,13 +77,16 @@ class RelishTrainer(Trainer):
         processing_class: Any = None,
         compute_metrics: Callable[[Any], dict[str, float]] | None = None,
         peft_config: Any = None,
+        number_grid: Any = None,
+        prompt_template: str = RelishConfig.prompt_template,
         **kwargs: Any,
     ) -> None:
         if args is None:
             args = RelishTrainingArguments(output_dir="tmp_trainer")
         if not isinstance(args, RelishTrainingArguments):
             raise ValueError(f"RelishTrainer takes RelishTrainingArguments, got {type(args).__name__}.")
-        self.relish = _relish_model(model)
+        inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator,union-attr]
+        self.relish = _relish_model(inner, args, number_grid, processing_class, prompt_template)
         if peft_config is not None:
             if not args.freeze_backbone:
                 raise ValueError(
@@ -89,8 +97,8 @@ class RelishTrainer(Trainer):
         self._own_collator = data_collator is None or isinstance(data_collator, RelishCollator)
         self._weight_scale = 1.0
         self._prepared: dict[int, tuple[Any, Any]] = {}  # id -> (the data set itself, kept alive; what it became)
-        _apply_settings(self.relish, args, adapted=model is not self.relish)
-        if args.ddp_find_unused_parameters is None and getattr(self.relish, "backbone_is_frozen", False):
+        _apply_settings(self.relish, args, adapted=model is not inner)
+        if args.ddp_find_unused_parameters is None and self.relish.backbone_is_frozen:
             args.ddp_find_unused_parameters = False  # the head uses all of its own; looking for others costs every step
         self.args = args
         if train_dataset is not None:
@@ -106,11 +114,56 @@ class RelishTrainer(Trainer):
             compute_metrics=compute_metrics or make_compute_metrics(config.label_range),
             **kwargs,
         )
+        if isinstance(self.relish, LanguageModelRegression):
+            self.model_accepts_loss_kwargs = False  # the loss is a mean of ours, whatever the model's own would be
+        if train_dataset is not None and not any(p.requires_grad for p in inner.parameters()):
+            raise RelishConfigError(
+                f"nothing would be trained: a frozen {config.head_type} head has no weights of its own. Train the backbone "
+                "(freeze_backbone=False), or an adapter in it, or learn_values=True."
+            )
         self.train_dataset = self._prepare(train_dataset, "train", is_train=True)
         if isinstance(eval_dataset, dict):
             self.eval_dataset = {name: self._prepare(split, name) for name, split in eval_dataset.items()}
         else:
             self.eval_dataset = self._prepare(eval_dataset, "eval")
+
+    # ------------------------------------------------------------------ a language model's numbers
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss, and the outputs where they are asked for; as in `Trainer`."""
+        if isinstance(self.relish, LanguageModelRegression):
+            outputs = self.relish.outputs(model, inputs)
+            loss = outputs.loss
+        else:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        log_probs = getattr(outputs, "log_probs", None)
+        if not model.training and self.args.grid_diagnostics and log_probs is not None:
+            found = grid_diagnostics(log_probs.detach())
+            self._diagnostics.append(self.accelerator.gather_for_metrics(found).cpu())
+        if log_probs is not None:  # what follows are predictions, and they are numbers alone
+            return (loss, {"loss": loss, "logits": outputs["logits"]}) if return_outputs else loss
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Return loss, predictions in label units and labels; as in `Trainer`."""
+        if isinstance(self.relish, LanguageModelRegression) and inputs.get("labels") is None:
+            with torch.no_grad():
+                return None, self.relish.outputs(model, self._prepare_inputs(inputs)).logits, None
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; `grid_diagnostics` adds the mean probability mass on the grid and the mean entropy over it."""
+        self._diagnostics: list[torch.Tensor] = []
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._diagnostics and output.metrics is not None:
+            prefix = kwargs.get("metric_key_prefix", "eval")
+            mass, entropy = torch.cat(self._diagnostics).double().mean(0).tolist()
+            output.metrics.update({f"{prefix}_grid_mass": mass, f"{prefix}_grid_entropy": entropy})
+        return output
+
+    # ------------------------------------------------------------------ loaders, samplers, saving
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> Any:
         # The one door through which every data set comes, those given to evaluate() and predict() too.
@@ -214,7 +267,13 @@ class RelishTrainer(Trainer):
 
     def _caches(self) -> bool:
         wanted = self.args.cache_features
-        possible = self.relish.backbone_is_frozen and not self.relish.has_adapter
+        if self.relish.config.reads_language_model:
+            if wanted:
+                raise ValueError(
+                    "cache_features=True keeps hidden states; this head reads the language model's output."
+                )
+            return False
+        possible = self.relish.backbone_is_frozen and not getattr(self.relish, "has_adapter", False)
         if wanted and not possible:
             raise ValueError("cache_features=True needs a frozen backbone: one that is trained changes its states.")
         if wanted is None and possible and not self._own_collator:
@@ -226,6 +285,7 @@ class RelishTrainer(Trainer):
 
     def _cached(self, ids: list[list[int]]) -> FeatureCache:
         if not hasattr(self, "_cache"):
+            assert isinstance(self.relish, RelishForSequenceRegression)
             self._cache = FeatureCache(self.relish, self.args.features_dir, self.args.features_dtype)
         rank, world = self.args.process_index, self.args.world_size
         self._cache.add(ids, show_progress=not self.args.disable_tqdm and rank == 0, rank=rank, world=world)
@@ -238,23 +298,44 @@ class RelishTrainer(Trainer):
         return self._cache
 
 
-def _relish_model(model: Any) -> RelishForSequenceRegression:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(inner, RelishForSequenceRegression):
-        raise ValueError(f"RelishTrainer trains a RelishForSequenceRegression, got {type(inner).__name__}.")
-    return inner
+def _relish_model(
+    model: Any, args: RelishTrainingArguments, number_grid: Any, tokenizer: Any, prompt_template: str
+) -> RelishForSequenceRegression | LanguageModelRegression:
+    """Return the RELISH model, or what stands for one beside a plain causal language model."""
+    if isinstance(model, RelishForSequenceRegression):
+        if number_grid is not None:
+            raise RelishConfigError("a RELISH model has its number grid from from_backbone(number_grid=...).")
+        return model
+    is_causal_lm = isinstance(model, PreTrainedModel) and hasattr(model, "lm_head")
+    if number_grid is None or not is_causal_lm:
+        raise RelishConfigError(
+            "RelishTrainer trains a RelishForSequenceRegression, or a causal language model with number_grid=...; got "
+            f"{type(model).__name__}{'' if number_grid is None else ' with a number_grid'}."
+        )
+    return LanguageModelRegression(
+        model, number_grid, tokenizer, prompt_template, args.max_length, args.objective or "raft", args.normalize_grid
+    )
 
 
-def _apply_settings(model: RelishForSequenceRegression, args: RelishTrainingArguments, *, adapted: bool) -> None:
+def _apply_settings(
+    model: RelishForSequenceRegression | LanguageModelRegression, args: RelishTrainingArguments, *, adapted: bool
+) -> None:
     if args.objective is not None:
         if args.objective not in OBJECTIVES:
             raise RelishConfigError(f"objective must be one of {list(OBJECTIVES)}, got {args.objective!r}.")
+        if args.objective in GRID_OBJECTIVES and model.config.head_type != "number_grid":
+            raise RelishConfigError(
+                f"objective {args.objective!r} is about the probabilities of numbers: it needs a number_grid head or a causal "
+                f"language model with number_grid=, got head_type={model.config.head_type!r}."
+            )
+        if args.objective == "mbr" and not model.config.normalize_grid:
+            raise RelishConfigError('objective "mbr" needs a model with normalize_grid=True.')
         model.config.objective = args.objective
     if args.huber_delta is not None:
         if not args.huber_delta > 0:
             raise RelishConfigError(f"huber_delta must be a positive number, got {args.huber_delta}.")
         model.config.huber_delta = args.huber_delta
-    if adapted:  # PEFT has frozen and unfrozen what it wants
+    if adapted or isinstance(model, LanguageModelRegression):  # what is trained was chosen before
         return
     if args.freeze_backbone:
         model.freeze_backbone()

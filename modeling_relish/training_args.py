@@ -24,7 +24,10 @@ class RelishTrainingArguments(TrainingArguments):
         default_factory=torch.cuda.is_available, metadata={"help": "Pin batches for a GPU; on where there is one."}
     )
     objective: str | None = field(
-        default=None, metadata={"help": "huber or mse, on standardised labels; None keeps the model config's."}
+        default=None,
+        metadata={
+            "help": "huber or mse; raft, mbr or cross_entropy over a number grid; None keeps the model config's."
+        },
     )
     huber_delta: float | None = field(default=None, metadata={"help": "Where Huber turns linear, in label deviations."})
     freeze_backbone: bool = field(default=True, metadata={"help": "Train the head alone; False trains everything."})
@@ -37,6 +40,19 @@ class RelishTrainingArguments(TrainingArguments):
     standardize_labels: bool = field(
         default=True,
         metadata={"help": "Measure the training labels' mean and deviation, and undo them in predictions."},
+    )
+    max_length: int = field(
+        default=1024,
+        metadata={"help": "Longest prompt in tokens for a plain language model; a RELISH model's config has its own."},
+    )
+    normalize_grid: bool | None = field(
+        default=None,
+        metadata={
+            "help": "For a plain language model: make the grid's probabilities sum to one; None = for mbr alone."
+        },
+    )
+    grid_diagnostics: bool = field(
+        default=False, metadata={"help": "Report the mass on the number grid and the entropy over it at evaluation."}
     )
     cache_features: bool | None = field(
         default=None, metadata={"help": "Run a frozen backbone once per text and keep its states; None = when frozen."}

@@ -10,7 +10,7 @@ from tiny import SCORES, TEXTS, byte_bpe_tokenizer, random_batch, save_backbone,
 from transformers import set_seed
 
 from modeling_relish import RelishConfig, RelishForSequenceRegression, RelishTrainer, RelishTrainingArguments
-from modeling_relish.configuration_relish import RelishConfigError
+from modeling_relish.configuration_checks_relish import RelishConfigError
 from modeling_relish.layer_search import best_layer, candidate_layers, search_layer
 
 TRAIN = Dataset.from_dict({"text": TEXTS[:16], "label": SCORES[:16]})

@@ -35,7 +35,7 @@ from training import (
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
 from modeling_relish import RelishForSequenceRegression, RelishTrainer
-from modeling_relish.configuration_relish import RelishConfigError
+from modeling_relish.configuration_checks_relish import RelishConfigError
 from modeling_relish.data import TableError
 from modeling_relish.metrics import ConstantInputWarning
 

@@ -1,0 +1,65 @@
+"""Regression-aware fine-tuning of a plain causal language model: what the trainer needs to know beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .backbone_relish import check_architecture
+from .configuration_checks_relish import RelishConfigError
+from .configuration_relish import RelishConfig
+from .lm_heads_relish import NumberGridHead, NumberGridOutput, grid_output
+from .number_grid_relish import NumberGrid
+
+
+class LanguageModelRegression:
+    """RAIL and RAFT over a causal language model that stays what it is: nothing is added to it, or saved with it.
+
+    Args:
+        language_model: The causal language model, without PEFT's wrapper.
+        number_grid: A `NumberGrid`, numbers, or a mapping word -> number.
+        tokenizer: Finds the grid's tokens; not needed where the grid has them.
+        prompt_template: The prompt, ending in words that ask for the number.
+        max_length: Longest prompt in tokens.
+        objective: raft, huber, mse, mbr or cross_entropy.
+        normalize: Make the grid's probabilities sum to one; `None` = for mbr alone, which is nothing without.
+    """
+
+    def __init__(
+        self,
+        language_model: PreTrainedModel,
+        number_grid: Any,
+        tokenizer: Any,
+        prompt_template: str,
+        max_length: int,
+        objective: str = "raft",
+        normalize: bool | None = None,
+    ) -> None:
+        grid = NumberGrid.from_setting(number_grid)
+        if grid.tokens is None and tokenizer is None:
+            raise RelishConfigError("the number grid has no tokens yet: pass processing_class=tokenizer.")
+        text_config = language_model.config.get_text_config()
+        check_architecture(text_config, causal_lm=True)
+        self.config = RelishConfig(
+            backbone_config=text_config, head_type="number_grid", objective=objective, prompt_template=prompt_template,
+            max_length=max_length, normalize_grid=objective == "mbr" if normalize is None else normalize,
+            number_grid=grid.resolve(tokenizer, prompt_template).to_dict(),
+        )  # fmt: skip
+        self.head = NumberGridHead(self.config)
+        self.backbone_is_frozen = False
+
+    def outputs(self, model: torch.nn.Module, inputs: dict[str, Any]) -> NumberGridOutput:
+        """Run the language model, in whatever wrapper it is trained, on a padded batch; loss where it has labels."""
+        log_probs = self.head.read(model, inputs["input_ids"], inputs["attention_mask"])
+        self.head.to(log_probs.device)
+        return grid_output(self.head, log_probs, self.config, inputs.get("labels"), inputs.get("sample_weight"))
+
+
+def grid_diagnostics(log_probs: torch.Tensor) -> torch.Tensor:
+    """Return (B, 2): the probability mass on the grid, and the entropy over it (made to sum to one), in nats."""
+    log_mass = log_probs.logsumexp(1)
+    normalized = log_probs - log_mass[:, None]
+    entropy = -(normalized.exp() * normalized).nan_to_num(0.0).sum(1)
+    return torch.stack([log_mass.exp(), entropy], dim=1)
