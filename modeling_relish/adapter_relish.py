@@ -120,6 +120,13 @@ def put_on(model: Any, adapter: Adapter) -> None:
     file = cached_file(adapter.source, ADAPTER_WEIGHTS, _raise_exceptions_for_missing_entries=False, **adapter.hub)
     if file is None:
         raise AdapterError(f"the adapter {adapter.source!r} has no {ADAPTER_WEIGHTS}; pickled weights are never read.")
+    if (
+        "disk" in (getattr(model, "hf_device_map", None) or {}).values()
+    ):  # the adapter's own weights would be lost there
+        raise AdapterError(
+            f"the adapter {adapter.source!r} cannot be put on layers that are offloaded to the disk. Merge it where there is "
+            "memory (PeftModel.merge_and_unload), save that model, and load it with the device_map."
+        )
     with safe_open(file, framework="pt") as stored:
         found = set(stored.keys())
     problem = "it holds no head, or a part of it is missing"

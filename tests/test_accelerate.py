@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 from distributed import MODES, train
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny import TEXTS, save_backbone
+from tiny import TEXTS, byte_bpe_tokenizer, save_backbone
 from training import tiny_model
 
 from modeling_relish import RelishForSequenceRegression
+from modeling_relish.adapter_relish import AdapterError
 
 # PEFT 0.21 asks for an attribute that transformers 5.24 has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -69,3 +71,39 @@ def test_two_processes_have_the_losses_and_metrics_of_one_and_save_the_same_mode
     assert head <= {key.removeprefix("base_model.model.") for key in two_file}
     one, other = (RelishForSequenceRegression.from_pretrained(place / mode / "saved") for place in (tmp_path, folder))
     assert one.predict(TEXTS).tolist() == pytest.approx(other.predict(TEXTS).tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("saved", ["head", "whole", "merged"])
+def test_offloaded_layers_give_the_same_scores(saved, base, tmp_path):
+    """`device_map` as on a GPU that is too small; here it is the CPU that is, and the rest lies on the disk."""
+    model = tiny_model(base, prompt_template="Text: {text}\nScore:")
+    if saved == "merged":
+        model = get_peft_model(
+            model, LoraConfig(task_type="SEQ_CLS", target_modules="all-linear", init_lora_weights=False)
+        )
+        model.eval().get_base_model().save_pretrained(tmp_path / "lora")
+        with pytest.raises(AdapterError, match="offloaded to the disk"):
+            RelishForSequenceRegression.from_pretrained(
+                tmp_path / "lora", device_map={"": "disk"}, offload_folder=str(tmp_path / "off")
+            )
+        model = model.merge_and_unload()
+        model.save_pretrained(tmp_path / "out")
+    else:
+        model.save_pretrained(tmp_path / "out", save_backbone=saved == "whole")
+    expected = model.predict(TEXTS, byte_bpe_tokenizer(add_bos=True)).tolist()
+    layers = {f"backbone.layers.{i}": "disk" if i in (1, 2) else "cpu" for i in range(4)}
+    by_hand = {
+        "backbone.embed_tokens": "cpu",
+        **layers,
+        "backbone.norm": "cpu",
+        "backbone.rotary_emb": "cpu",
+        "score": "cpu",
+    }
+    small = {"cpu": 60_000, "disk": 10**9}
+    for number, (device_map, memory) in enumerate((("auto", None), ("auto", small), (by_hand, None))):
+        loaded = RelishForSequenceRegression.from_pretrained(
+            tmp_path / "out", device_map=device_map, offload_folder=str(tmp_path / f"off{number}"), max_memory=memory
+        )
+        assert any(p.is_meta for p in loaded.backbone.parameters()) is (number > 0)
+        assert not any(p.is_meta for p in loaded.score.parameters())
+        assert loaded.predict(TEXTS).tolist() == pytest.approx(expected, abs=1e-5), number
