@@ -23,10 +23,12 @@ INSTALL_REQUIRES = [
 DEMO = ["gguf>=0.19.0"]
 PEFT = ["peft>=0.21.2"]
 TRL = ["trl>=1.16.0"]
+EXPLAIN = ["matplotlib>=3.11.2"]
 DEV = [
     *DEMO,
     *PEFT,
     *TRL,
+    *EXPLAIN,
     "mypy>=2.4.1",
     "pytest>=9.2.0",
     "pytest-cov>=7.1.0",
@@ -49,7 +51,7 @@ setup(
     packages=find_packages(include=["modeling_relish*"]),
     package_data={"": ["*.md"]},
     install_requires=INSTALL_REQUIRES,
-    extras_require={"demo": DEMO, "peft": PEFT, "trl": TRL, "dev": DEV},
+    extras_require={"demo": DEMO, "peft": PEFT, "trl": TRL, "explain": EXPLAIN, "dev": DEV},
     entry_points={"console_scripts": ["relish = modeling_relish.cli:main"]},
     keywords=["regression", "large language models", "transformers", "huggingface", "reward model"],
     classifiers=[

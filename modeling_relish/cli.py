@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from .cli_cache import cache
+from .cli_explain import explain
 from .cli_score import evaluate, predict
 from .cli_train import train
 
@@ -16,7 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Fine-tune a small head on a frozen language model to answer with a number.",
 )
-for command in (train, predict, evaluate):
+for command in (train, predict, evaluate, explain):
     app.command()(command)
 app.add_typer(cache, name="cache")
 errors = Console(stderr=True)

@@ -11,6 +11,9 @@ HEAD_TYPES = ("relish", "linear", "mlp", "special_token", "number_grid", "final_
 # Heads that read the language model's distribution over tokens, not its states: their backbone keeps its output layer.
 LM_HEADS = ("number_grid", "final_logits_mlp")
 POOLINGS = ("mean", "last", "first")
+LATENT_INITS = ("learned", "first", "last", "mean", "max")
+LATENT_COMBINATIONS = ("mean", "concat")
+REGRESSORS = ("linear", "mlp")
 GRID_OBJECTIVES = ("raft", "mbr", "cross_entropy")
 OBJECTIVES = ("huber", "mse", *GRID_OBJECTIVES)
 TRUNCATIONS = ("longest_first", "error")
@@ -40,8 +43,14 @@ def check_head(config: PreTrainedConfig) -> None:
     _one_of("head_type", config.head_type, HEAD_TYPES)
     _one_of("pooling", config.pooling, POOLINGS)
     _one_of("objective", config.objective, OBJECTIVES)
+    _one_of("latent_init", config.latent_init, LATENT_INITS)
+    _one_of("latent_combination", config.latent_combination, LATENT_COMBINATIONS)
+    _one_of("regressor", config.regressor, REGRESSORS)
     for name in ("head_hidden_size", "head_num_attention_heads", "head_intermediate_size", "num_refinement_steps"):
         _positive_int(name, getattr(config, name))
+    _positive_int("num_latents", config.num_latents)
+    if not isinstance(config.share_refinement_steps, bool):
+        raise RelishConfigError(f"share_refinement_steps must be true or false, got {config.share_refinement_steps!r}.")
     if config.head_hidden_size % config.head_num_attention_heads:
         raise RelishConfigError(
             f"head_hidden_size ({config.head_hidden_size}) must be a multiple of head_num_attention_heads "

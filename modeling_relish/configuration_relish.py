@@ -69,6 +69,12 @@ class RelishConfig(PreTrainedConfig):
         head_num_attention_heads: Attention heads of a refinement step; divides `head_hidden_size`.
         head_intermediate_size: Width of the feed-forward part (and of the `mlp` head's hidden layer).
         num_refinement_steps: L, the number of refinement steps, each with its own parameters.
+        share_refinement_steps: Whether all steps have one set of parameters in common.
+        num_latents: Latent tokens that are refined side by side.
+        latent_combination: What the regressor reads of several latents: their `"mean"`, or all, one after the other (`"concat"`).
+        latent_init: Where the latent starts: `"learned"`, or that plus the `"first"` or `"last"` token of X, its `"mean"` or
+            `"max"` over the tokens.
+        regressor: `"linear"`, or `"mlp"` with one hidden layer of `head_hidden_size` (the `relish` head's).
         head_dropout: Dropout after attention and feed-forward, in [0, 1).
         input_norm: LayerNorm (without parameters) on every token state before the head. `None` follows the layer: on
             where a layer is read that is not the last, for its states are not normalised by the backbone.
@@ -111,6 +117,11 @@ class RelishConfig(PreTrainedConfig):
     head_num_attention_heads: int = 8
     head_intermediate_size: int = 1024
     num_refinement_steps: int = 3
+    share_refinement_steps: bool = False
+    num_latents: int = 1
+    latent_combination: str = "mean"
+    latent_init: str = "learned"
+    regressor: str = "linear"
     head_dropout: float | int = 0.0
     input_norm: bool | None = None
     pooling: str = "mean"

@@ -136,7 +136,7 @@ def _run_prefix(model: PreTrainedModel, prefix: list[int]) -> DynamicCache | Non
 
 
 def _write(
-    model: PreTrainedModel,
+    model: Any,
     tokenizer: Any,
     rows: list[list[int]],
     prefix: list[int],

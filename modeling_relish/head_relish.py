@@ -133,6 +133,11 @@ class StateReader(nn.Module):
 class RelishHead(nn.Module):
     """The paper's head: a learned latent state reads the token states L times, a linear regressor turns it into numbers.
 
+    Settings for ablations: several latents (`num_latents`), each of which is refined by the same steps without seeing the
+    others, before `latent_combination` makes one of them; a start from X (`latent_init`), to which the learned latent is
+    added, for without it several latents would stay one and the same; one step's parameters for all (`share_refinement_steps`);
+    an MLP as `regressor`.
+
     `attention_form` chooses how attention is computed, never what: `"explicit"` (keys and values per token),
     `"absorbed_kv"`, `"absorbed"`, or `"auto"`, which takes the one with the fewest operations for the shape
     (see [`cheapest_form`]). The state dict is the same for all.
@@ -144,9 +149,15 @@ class RelishHead(nn.Module):
         self.attention_form = "auto"
         self.num_heads = config.head_num_attention_heads
         self.input_proj = nn.Linear(config.hidden_size, config.head_hidden_size)
-        self.latent = nn.Parameter(torch.empty(config.head_hidden_size))
-        self.steps = nn.ModuleList(RefinementStep(config) for _ in range(config.num_refinement_steps))
-        self.regressor = nn.Linear(config.head_hidden_size, len(config.target_names))
+        # One latent has no dimension for their number: as the paper's configuration is kept in its checkpoints.
+        several = (config.num_latents,) if config.num_latents > 1 else ()
+        self.latent = nn.Parameter(torch.empty(*several, config.head_hidden_size))
+        self.latent_init = config.latent_init
+        self.latent_combination = config.latent_combination
+        self.num_steps = config.num_refinement_steps
+        own = 1 if config.share_refinement_steps else self.num_steps
+        self.steps = nn.ModuleList(RefinementStep(config) for _ in range(own))
+        self.regressor = build_regressor(config)
         nn.init.normal_(self.latent, std=0.02)
 
     def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor, output_attentions: bool = False) -> HeadOutput:
@@ -158,18 +169,58 @@ class RelishHead(nn.Module):
             output_attentions: Also return the latent's attention.
 
         Returns:
-            (B, K) standardised predictions, and a tuple of L (B, heads, T) attention weights or `None`.
+            (B, K) standardised predictions, and a tuple of L (B, heads, T) attention weights or `None`; of several latents
+            (B, latents * heads, T), the heads of one latent side by side.
         """
+        latents, attentions = self._refine(hidden_states, mask.bool())
+        return self._predict(latents[-1]), tuple(attentions) if output_attentions else None
+
+    def forward_each_step(
+        self, hidden_states: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Read the regressor early: after every step, though it was trained on the last one alone.
+
+        Args:
+            hidden_states: As for [`forward`].
+            mask: As for [`forward`].
+
+        Returns:
+            (L, B, K) standardised predictions, the last of them the head's own, and the attention as [`forward`] returns it.
+        """
+        latents, attentions = self._refine(hidden_states, mask.bool())
+        return torch.stack([self._predict(latent) for latent in latents]), tuple(attentions)
+
+    def _refine(self, hidden_states: torch.Tensor, mask: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the latents after every step, L (B, M, d), and their attention, L (B, M * heads, T)."""
         states = self.reader(hidden_states, self.input_proj.weight.dtype)
         form = self._form(states)
         tokens = states if form == "absorbed" else self.input_proj(states)
-        bias = torch.zeros_like(mask, dtype=states.dtype).masked_fill_(~mask.bool(), float("-inf"))[:, None, :]
-        latent = self.latent[None]
-        attentions = []
-        for step in self.steps:
-            latent, weights = step(latent, tokens, bias, form, self.input_proj)
-            attentions.append(weights)
-        return self.regressor(latent), tuple(attentions) if output_attentions else None
+        bias = torch.zeros_like(mask, dtype=states.dtype).masked_fill_(~mask, float("-inf"))[:, None, :]
+        refined, attentions = [], []
+        latents = list(self._start(states, mask).unbind(1))
+        for i in range(self.num_steps):
+            step = self.steps[i % len(self.steps)]
+            # One by one: latents do not see each other, and attention knows one query per row.
+            read = [step(latent, tokens, bias, form, self.input_proj) for latent in latents]
+            latents, weights = [latent for latent, _ in read], [attention for _, attention in read]
+            refined.append(torch.stack(latents, dim=1))
+            attentions.append(torch.cat(weights, dim=1) if len(weights) > 1 else weights[0])
+        return refined, attentions
+
+    def _start(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the latents before the first step: (B, M, d), or (1, M, d) where all texts start alike."""
+        learned = self.latent.view(1, -1, self.latent.shape[-1])
+        if self.latent_init == "learned":
+            return learned
+        if self.latent_init == "max":
+            pooled = pool(self.input_proj(states), mask, "max")
+        else:  # one token and the mean pass the projection as well before as after
+            pooled = self.input_proj(pool(states, mask, self.latent_init))
+        return pooled[:, None] + learned
+
+    def _predict(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return (B, K) of (B, M, d) latents."""
+        return self.regressor(latents.mean(1) if self.latent_combination == "mean" else latents.flatten(1))
 
     def _form(self, states: torch.Tensor) -> str:
         if self.attention_form not in ATTENTION_FORMS:
@@ -179,9 +230,9 @@ class RelishHead(nn.Module):
         if torch.compiler.is_compiling():  # one form for every length: a choice would bind the graph to this one
             return "absorbed_kv"
         training = torch.is_grad_enabled() and self.latent.requires_grad
-        return cheapest_form(
-            states.shape[1], states.shape[2], len(self.latent), self.num_heads, len(self.steps), training
-        )
+        d = self.latent.shape[-1]
+        readings = self.num_steps * (self.latent.numel() // d)
+        return cheapest_form(states.shape[1], states.shape[2], d, self.num_heads, readings, training)
 
 
 def cheapest_form(T: int, D: int, d: int, heads: int, steps: int, training: bool = True) -> str:
@@ -211,6 +262,15 @@ def cheapest_form(T: int, D: int, d: int, heads: int, steps: int, training: bool
         "absorbed": steps * (with_h * 2 * heads * T * D + weights * (2 * heads * d * D + 2 * d * d)),
     }
     return min(operations, key=operations.__getitem__)
+
+
+def build_regressor(config: RelishConfig) -> nn.Module:
+    """Build what turns the last latent into (B, K) numbers: a linear layer (the paper's), or two with a GELU between."""
+    d, K = config.head_hidden_size, len(config.target_names)
+    width = d * config.num_latents if config.latent_combination == "concat" else d
+    if config.regressor == "linear":
+        return nn.Linear(width, K)
+    return nn.Sequential(nn.Linear(width, d), nn.GELU(), nn.Dropout(config.head_dropout), nn.Linear(d, K))
 
 
 class PooledHead(nn.Module):
@@ -243,9 +303,11 @@ class PooledHead(nn.Module):
 
 
 def pool(states: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
-    """Pool (B, T, D) states over the tokens of a boolean (B, T) mask to (B, D): their mean, the first, or the last."""
+    """Pool (B, T, D) states over the tokens of a boolean (B, T) mask to (B, D): their mean, maximum, the first or the last."""
     if pooling == "mean":
         return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    if pooling == "max":
+        return states.masked_fill(~mask[..., None], float("-inf")).amax(1)
     T = mask.shape[1]
     index = mask.int().argmax(1) if pooling == "first" else T - 1 - mask.flip(1).int().argmax(1)
     return states[torch.arange(states.shape[0], device=states.device), index]

@@ -32,6 +32,7 @@ _KEPT_ARGUMENTS = (
 )  # fmt: skip
 _KEPT_SETTINGS = (
     "head_type", "head_hidden_size", "head_num_attention_heads", "head_intermediate_size", "num_refinement_steps",
+    "share_refinement_steps", "num_latents", "latent_combination", "latent_init", "regressor",
     "head_dropout", "input_norm", "pooling", "label_mean", "label_std", "label_min", "label_max", "objective", "huber_delta",
     "prompt_template", "max_length", "truncation", "id2label",
 )  # fmt: skip

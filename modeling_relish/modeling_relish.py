@@ -299,6 +299,30 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         self.train(was_training)
         return scores[:, 0] if self.config.num_labels == 1 else scores
 
+    @torch.no_grad()
+    def predict_each_step(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Read the regressor after every refinement step, though it was trained on the last one alone.
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, T), 1 = token.
+
+        Returns:
+            (L, B, K) in label units, fp32, the last step's being the model's prediction, and its attention, a tuple of L
+            (B, heads, T); of several latents (B, latents * heads, T).
+
+        Raises:
+            ValueError: for a head without refinement steps.
+        """
+        if not isinstance(self.score, RelishHead):
+            raise ValueError(f"only the relish head has refinement steps, this model's is {self.config.head_type!r}.")
+        states, mask = self.token_states(input_ids, attention_mask)
+        predictions, attentions = self.score.forward_each_step(states, mask)
+        mean, std = self._label_scale(predictions.device)
+        return predictions.float() * std + mean, attentions
+
     def _own_tokenizer(self) -> Any:
         last_error: Exception | None = None
         for name in (self.config.name_or_path, self.config.backbone_name_or_path):

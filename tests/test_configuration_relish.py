@@ -30,6 +30,11 @@ def test_fresh_config_is_a_regression_with_one_target():
         ({"head_hidden_size": 250}, ["250", "8"]),
         ({"num_refinement_steps": 0}, ["num_refinement_steps", "0"]),
         ({"num_refinement_steps": "3"}, ["num_refinement_steps", "'3'"]),
+        ({"num_latents": 0}, ["num_latents", "0"]),
+        ({"latent_init": "random"}, ["latent_init", "random", "learned"]),
+        ({"latent_combination": "sum"}, ["latent_combination", "sum", "concat"]),
+        ({"share_refinement_steps": "no"}, ["share_refinement_steps", "'no'"]),
+        ({"regressor": "tree"}, ["regressor", "tree", "mlp"]),
         ({"head_dropout": 1.0}, ["head_dropout", "1.0"]),
         ({"huber_delta": 0}, ["huber_delta", "0"]),
         ({"max_length": 0}, ["max_length", "0"]),
@@ -62,6 +67,11 @@ def test_round_trip_keeps_every_setting(tmp_path):
         label_max=[5, 9.5],
         prompt_template="A: {text_a}\nB: {text_b}\nScore:",
         head_dropout=0.1,
+        num_latents=2,
+        latent_init="last",
+        latent_combination="concat",
+        share_refinement_steps=True,
+        regressor="mlp",
     )
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)

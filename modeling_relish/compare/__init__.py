@@ -1,0 +1,1 @@
+"""Every method of the papers on one data set: the runs, their results on disk, and a report."""
