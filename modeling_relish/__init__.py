@@ -11,6 +11,7 @@ from .pipeline_relish import register_pipelines
 if TYPE_CHECKING:
     from .features import FeatureCache
     from .metrics import regression_metrics
+    from .reward import RelishRewardTrainer, as_reward_model
     from .trainer import RelishTrainer
     from .training_args import RelishTrainingArguments
 
@@ -20,16 +21,20 @@ __all__ = [
     "FeatureCache",
     "RelishConfig",
     "RelishForSequenceRegression",
+    "RelishRewardTrainer",
     "RelishTrainer",
     "RelishTrainingArguments",
+    "as_reward_model",
     "regression_metrics",
 ]
 
 # What training needs takes seconds to import; who only predicts does not wait for it.
 _LAZY = {
     "FeatureCache": "features",
+    "RelishRewardTrainer": "reward",
     "RelishTrainer": "trainer",
     "RelishTrainingArguments": "training_args",
+    "as_reward_model": "reward",
     "regression_metrics": "metrics",
 }
 

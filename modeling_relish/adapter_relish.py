@@ -206,6 +206,15 @@ def complete_adapter(model: Any, folder: str | os.PathLike) -> None:
     config.save_pretrained(folder)
 
 
+def active_head(score: Any) -> Any:
+    """Return the head itself, also where PEFT has wrapped it (`ModulesToSaveWrapper`) to train it with an adapter."""
+    trained = getattr(score, "modules_to_save", None)
+    if trained is None:
+        return score
+    active = [name for name in score.active_adapters if name in trained]
+    return trained[active[0]] if active and not score.disable_adapters else score.original_module
+
+
 def adapted_modules(backbone: nn.Module) -> list[str]:
     """Return the names of the modules that an adapter wraps."""
     return [name for name, module in backbone.named_modules() if hasattr(module, "base_layer")]

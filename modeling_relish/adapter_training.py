@@ -62,6 +62,11 @@ def wrap_model(model: Any, peft_config: Any) -> Any:
     # PEFT has a default for every language model, and none for one inside RELISH.
     if task == "SEQ_CLS" and getattr(peft_config, "target_modules", True) is None:
         peft_config.target_modules = "all-linear"
+    backbone: Any = model.backbone if task == "SEQ_CLS" else None
+    output_layer = backbone.get_output_embeddings() if backbone is not None else None
+    if output_layer is not None and getattr(peft_config, "exclude_modules", "") is None:
+        # PEFT leaves a language model's output layer alone, and does not know the one inside RELISH.
+        peft_config.exclude_modules = [name for name, module in model.named_modules() if module is output_layer]
     return get_peft_model(model, peft_config)
 
 

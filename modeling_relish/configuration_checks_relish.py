@@ -38,6 +38,19 @@ def per_target(config: PreTrainedConfig, name: str) -> list[float] | None:
     return values
 
 
+def check_num_labels(num_labels: int | None, id2label: dict[Any, str] | None) -> None:
+    """Refuse another number of targets than those that have names.
+
+    TRL asks for one label when it loads a reward model by its path. transformers would warn and keep the K targets, and the
+    first of them would pass for the reward.
+    """
+    if num_labels is not None and id2label is not None and len(id2label) != num_labels:
+        raise RelishConfigError(
+            f"num_labels={num_labels} was asked for, but the targets are {list(id2label.values())}. One reward from several "
+            "targets: save modeling_relish.as_reward_model(model, weights), and load that."
+        )
+
+
 def check_head(config: PreTrainedConfig) -> None:
     """Check what the head is made of."""
     _one_of("head_type", config.head_type, HEAD_TYPES)

@@ -15,6 +15,7 @@ from .configuration_checks_relish import (
     check_backbone_layers,
     check_head,
     check_labels,
+    check_num_labels,
     check_text,
     per_target,
 )
@@ -33,7 +34,9 @@ _FOREIGN_NAMES = frozenset(
         "_name_or_path",
         "attn_implementation",
         "auto_map",
+        "bos_token_id",
         "custom_pipelines",
+        "eos_token_id",
         "experts_implementation",
         "gradient_checkpointing",
         "model_type",
@@ -46,6 +49,16 @@ _FOREIGN_NAMES = frozenset(
         "use_cache",
     }
 )
+_SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def _of_backbone(name: str, meaning: str) -> property:
+    """Make a property that reads and writes a setting of the backbone's own configuration."""
+    return property(
+        lambda self: getattr(self._text_config(), name, None),
+        lambda self, value: setattr(self._text_config(), name, value),
+        doc=meaning,
+    )
 
 
 class RelishConfig(PreTrainedConfig):
@@ -152,14 +165,15 @@ class RelishConfig(PreTrainedConfig):
         # A copy: the object may be a live model's, and what is set here (attention kernel, pad token) is not meant for it.
         self.backbone_config = copy.deepcopy(self.backbone_config)
         attention = getattr(self.backbone_config, "_attn_implementation", None)
+        check_num_labels(kwargs.get("num_labels"), self.id2label)
         if self.id2label is None:
             kwargs.setdefault("num_labels", 1)
-        pad_token_id = kwargs.pop("pad_token_id", None)
+        special_ids = {name: kwargs.pop(name) for name in _SPECIAL_IDS if kwargs.get(name) is not None}
         super().__post_init__(**kwargs)
         if attention is not None and self._attn_implementation is None:
             self.backbone_config._attn_implementation = attention
-        if pad_token_id is not None:
-            self.pad_token_id = pad_token_id
+        for name, value in special_ids.items():
+            setattr(self, name, value)
         for name in ("label_mean", "label_std", "label_min", "label_max"):
             setattr(self, name, per_target(self, name))
         check_head(self)
@@ -259,14 +273,9 @@ class RelishConfig(PreTrainedConfig):
         """Number of layers of the whole backbone, also where it is cut."""
         return self._text_config().num_hidden_layers
 
-    @property
-    def pad_token_id(self) -> int | None:
-        """Padding token of the backbone; never used for masking."""
-        return getattr(self._text_config(), "pad_token_id", None)
-
-    @pad_token_id.setter
-    def pad_token_id(self, value: int | None) -> None:
-        self._text_config().pad_token_id = value
+    pad_token_id = _of_backbone("pad_token_id", "Padding token of the backbone; never used for masking.")
+    bos_token_id = _of_backbone("bos_token_id", "Token that begins a text for the backbone.")
+    eos_token_id = _of_backbone("eos_token_id", "Token that ends a text for the backbone, or a list of them.")
 
     def _text_config(self) -> PreTrainedConfig:
         if self.backbone_config is None:

@@ -130,7 +130,7 @@ def _run_prefix(model: PreTrainedModel, prefix: list[int]) -> DynamicCache | Non
         return None
     cache = DynamicCache(config=model.config.get_text_config())
     model(
-        input_ids=torch.tensor([prefix], device=model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+        input_ids=torch.tensor([prefix], device=model.device), cache=cache, use_cache=True, logits_to_keep=1
     )
     return cache
 
@@ -155,7 +155,7 @@ def _write(
     if cache is not None:
         shared = copy.deepcopy(cache)
         shared.batch_repeat_interleave(len(rows) * copies)
-        kwargs["past_key_values"] = shared
+        kwargs["cache"] = shared
     if num_samples:
         kwargs |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         ids, mask = ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0)

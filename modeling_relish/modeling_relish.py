@@ -13,7 +13,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import logging
+from transformers.utils.generic import maybe_autocast
 
+from .adapter_relish import active_head
 from .backbone_relish import (
     build_backbone,
     check_finite,
@@ -118,6 +120,7 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         hidden_states: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         sample_weight: torch.Tensor | None = None,
+        margin: torch.Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
@@ -134,6 +137,7 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
             hidden_states: (B, T, D) states of the chosen layer, computed before; the backbone is not run.
             labels: (B,) or (B, K) in label units.
             sample_weight: (B,) weights of the rows in the loss, 1 = an ordinary row.
+            margin: Taken because TRL's RewardTrainer hands it over beside the tokens; its own loss is what uses it.
             use_cache: Taken for compatibility; nothing is generated, so no cache is ever made.
             output_hidden_states: Also return the states that the head read, as a tuple of one (B, T, D).
             output_attentions: Also return the latent's attention, a tuple of L (B, heads, T) (`relish` head only).
@@ -146,21 +150,25 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         Raises:
             EmptyRowError, NonFiniteStatesError, LabelError: for input that would give a wrong number.
         """
-        del use_cache
+        del use_cache, margin
         states = None
         if self.config.reads_language_model:
             if input_ids is None or inputs_embeds is not None or hidden_states is not None:
                 raise ValueError(f"a {self.config.head_type} head asks the language model: it needs input_ids alone.")
             read = self._read_language_model(input_ids, attention_mask)
-            if isinstance(self.score, NumberGridHead):
-                answer = grid_output(self.score, read, cast(RelishConfig, self.config), labels, sample_weight)
+            if isinstance(head := active_head(self.score), NumberGridHead):
+                with maybe_autocast(read.device.type, enabled=False):
+                    answer = grid_output(head, read, cast(RelishConfig, self.config), labels, sample_weight)
                 return answer.to_tuple() if return_dict is False else answer
-            prediction, attentions = self.score(read)
+            with maybe_autocast(read.device.type, enabled=False):
+                prediction, attentions = self.score(read)
         else:
             states, mask = self._states(
                 input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds, hidden_states
             )
-            prediction, attentions = self.score(states, mask, output_attentions=bool(output_attentions))
+            # Autocast, which TRL turns on by default, is for the backbone: in bf16 the head's answer would keep three digits.
+            with maybe_autocast(states.device.type, enabled=False):
+                prediction, attentions = self.score(states, mask, output_attentions=bool(output_attentions))
         prediction = prediction.float()
         mean, std = self._label_scale(prediction.device)
         loss = None
@@ -183,7 +191,7 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
             attention_mask = torch.ones_like(input_ids)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.backbone_is_frozen):
-            return self.score.read(self.backbone, input_ids, attention_mask)
+            return active_head(self.score).read(self.backbone, input_ids, attention_mask)
 
     def token_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the backbone alone: (B, T, D) states of the chosen layer, zero at padding, and the boolean (B, T) mask."""
@@ -264,7 +272,8 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         """Score texts in label units.
 
         Args:
-            texts: Strings, pairs, or dicts with the template's fields.
+            texts: Strings, pairs, conversations (lists of messages with `role` and `content`, rendered by the tokenizer's chat
+                template), or dicts with the template's fields.
             tokenizer: The backbone's; `None` loads the one saved with the checkpoint, else the base model's.
             batch_size: Texts run at once; they are sorted by length inside, and come back in the order given.
             truncation: Overrides the config's, `"longest_first"` or `"error"`.
@@ -316,10 +325,11 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         Raises:
             ValueError: for a head without refinement steps.
         """
-        if not isinstance(self.score, RelishHead):
+        head = active_head(self.score)
+        if not isinstance(head, RelishHead):
             raise ValueError(f"only the relish head has refinement steps, this model's is {self.config.head_type!r}.")
         states, mask = self.token_states(input_ids, attention_mask)
-        predictions, attentions = self.score.forward_each_step(states, mask)
+        predictions, attentions = head.forward_each_step(states, mask)
         mean, std = self._label_scale(predictions.device)
         return predictions.float() * std + mean, attentions
 

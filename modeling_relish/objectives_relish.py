@@ -42,6 +42,23 @@ def check_labels(labels: torch.Tensor, batch_size: int, num_labels: int) -> torc
     return labels
 
 
+def bradley_terry_loss(
+    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the mean of `-log sigmoid(chosen - rejected - margin)` over the pairs, in fp32 (Bradley and Terry, 1952).
+
+    Args:
+        chosen: (B,) rewards of the preferred texts.
+        rejected: (B,) rewards of the others.
+        margin: (B,) by how much the first should lie above the second, in units of the reward (Llama 2, section 3.2.2).
+
+    Returns:
+        A scalar.
+    """
+    difference = chosen.float() - rejected.float()
+    return -F.logsigmoid(difference if margin is None else difference - margin.float()).mean()
+
+
 def regression_loss(
     predictions: torch.Tensor,
     targets: torch.Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,16 +64,16 @@ class PromptTemplate:
         """Return the prompt of one row; `limit` keeps only the first characters of every field."""
         return "".join(literal + (row[field][:limit] if field else "") for literal, field in self.parts)
 
-    def row(self, example: Any, index: int = 0) -> dict[str, str]:
-        """Bring one example into the form {field: text}.
+    def row(self, example: Any, index: int = 0) -> dict[str, Any]:
+        """Bring one example into the form {field: text or conversation}.
 
         Args:
-            example: A string (templates with one field), a pair (templates with two), or a mapping with the fields; a
-                mapping with `text` and `text_pair`, as pipelines use, stands for one or two fields in order.
+            example: A string or a conversation (templates with one field), a pair (templates with two), or a mapping with
+                the fields; a mapping with `text` and `text_pair`, as pipelines use, stands for one or two fields in order.
             index: Row number for the error message, from 0.
 
         Raises:
-            TemplateError: if the fields do not fit or a value is not a string.
+            TemplateError: if the fields do not fit or a value is neither a string nor a conversation.
         """
         if isinstance(example, Mapping):
             if not all(f in example for f in self.fields):
@@ -86,7 +87,7 @@ class PromptTemplate:
         else:
             values = (
                 [example]
-                if isinstance(example, str)
+                if isinstance(example, str) or is_conversation(example)
                 else list(example)
                 if isinstance(example, (list, tuple))
                 else [example]
@@ -97,9 +98,10 @@ class PromptTemplate:
                     f"{len(values)} text(s)."
                 )
         for field, value in zip(self.fields, values, strict=True):
-            if not isinstance(value, str):
+            if not isinstance(value, str) and not is_conversation(value):
                 raise TemplateError(
-                    f"row {index}: field {field!r} must be a string, got {type(value).__name__} {value!r}."
+                    f"row {index}: field {field!r} must be a string, or a conversation (a list of messages with role and "
+                    f"content), got {type(value).__name__} {value!r}."
                 )
         return dict(zip(self.fields, values, strict=True))
 
@@ -132,8 +134,8 @@ def encode_rows(
     max_length = min(max_length, tokenizer.model_max_length)
     cut = total = 0
     for index, example in enumerate(examples):
-        row = template.row(example, index)
-        ids = tokenize(template.render(row), tokenizer)
+        row, special = prompt_row(example, template, tokenizer, index)
+        ids = tokenize(template.render(row), tokenizer, special)
         total += 1
         if len(ids) > max_length:
             if truncation == "error":
@@ -141,7 +143,7 @@ def encode_rows(
                     f"row {index} has {len(ids)} tokens, max_length is {max_length}. Raise max_length, shorten the text, or "
                     'allow cutting with truncation="longest_first".'
                 )
-            ids = _cut_to(row, template, tokenizer, max_length, index)
+            ids = _cut_to(row, template, tokenizer, max_length, index, special)
             cut += 1
         if not ids:
             raise TemplateError(
@@ -154,7 +156,49 @@ def encode_rows(
         )
 
 
-def tokenize(prompt: str, tokenizer: Any) -> list[int]:
+def is_conversation(value: Any) -> bool:
+    """Whether a value is a list of messages with a `role`, as chat templates take."""
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Mapping) and "role" in value[0]
+
+
+def prompt_row(example: Any, template: PromptTemplate, tokenizer: Any, index: int = 0) -> tuple[dict[str, str], bool]:
+    """Bring one example into {field: text}, its conversations rendered by the tokenizer's chat template.
+
+    A chat template writes the special tokens itself. A prompt that begins with a rendered chat gets no others, as in
+    transformers and TRL; behind words of the prompt template the chat's own BOS is left out.
+
+    Args:
+        example: What [`PromptTemplate.row`] accepts; `tools` and `chat_template_kwargs` of a mapping go to the chat template.
+        template: The parsed template.
+        tokenizer: A transformers tokenizer.
+        index: Row number for the error message, from 0.
+
+    Returns:
+        The row, and whether the tokenizer is to add its special tokens to the prompt.
+    """
+    row = template.row(example, index)
+    first_text, first_field = template.parts[0]
+    begins_with_chat = not first_text and first_field is not None and is_conversation(row[first_field])
+    options = _chat_options(example)
+    for field, value in row.items():
+        if not isinstance(value, str):
+            chat = tokenizer.apply_chat_template(list(value), tokenize=False, **options)
+            keeps_bos = begins_with_chat and field == first_field
+            row[field] = chat if keeps_bos or not tokenizer.bos_token else chat.removeprefix(tokenizer.bos_token)
+    return row, not begins_with_chat
+
+
+def _chat_options(example: Any) -> dict[str, Any]:
+    if not isinstance(example, Mapping):
+        return {}
+    tools = example.get("tools") or None
+    return {
+        "tools": json.loads(tools) if isinstance(tools, str) else tools,
+        **(example.get("chat_template_kwargs") or {}),
+    }
+
+
+def tokenize(prompt: str, tokenizer: Any, add_special_tokens: bool = True) -> list[int]:
     """Return the ids of one prompt, with the tokenizer's special tokens but never a second BOS.
 
     A text that a chat template has built begins with BOS already; adding another one shifts every state.
@@ -162,12 +206,14 @@ def tokenize(prompt: str, tokenizer: Any) -> list[int]:
     bos = tokenizer.bos_token
     has_bos = bool(bos) and prompt.startswith(bos)
     # The length is checked by the caller, which says it better than the tokenizer's own warning.
-    return tokenizer(prompt, add_special_tokens=not has_bos, verbose=False)["input_ids"]
+    return tokenizer(prompt, add_special_tokens=add_special_tokens and not has_bos, verbose=False)["input_ids"]
 
 
-def _cut_to(row: Mapping[str, str], template: PromptTemplate, tokenizer: Any, max_length: int, index: int) -> list[int]:
+def _cut_to(
+    row: Mapping[str, str], template: PromptTemplate, tokenizer: Any, max_length: int, index: int, special: bool
+) -> list[int]:
     """Find the largest common limit on the fields' characters that fits, by bisection on the real token count."""
-    best = tokenize(template.render(row, 0), tokenizer)
+    best = tokenize(template.render(row, 0), tokenizer, special)
     if len(best) > max_length:
         raise TextTooLongError(
             f"row {index}: the template alone has {len(best)} tokens, max_length is {max_length}. Raise max_length or shorten "
@@ -176,7 +222,7 @@ def _cut_to(row: Mapping[str, str], template: PromptTemplate, tokenizer: Any, ma
     low, high = 0, max(map(len, row.values()))  # `low` characters fit, `high` do not
     while high - low > 1:
         middle = (low + high) // 2
-        ids = tokenize(template.render(row, middle), tokenizer)
+        ids = tokenize(template.render(row, middle), tokenizer, special)
         if len(ids) <= max_length:
             low, best = middle, ids
         else:

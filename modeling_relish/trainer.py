@@ -171,9 +171,10 @@ class RelishTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        if isinstance(dataset, FeatureDataset) and self.args.train_sampling_strategy == "group_by_length":
+        lengths = getattr(dataset, "lengths", None)
+        if lengths is not None and self.args.train_sampling_strategy == "group_by_length":
             size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-            return LengthGroupedSampler(size, lengths=dataset.lengths)
+            return LengthGroupedSampler(size, lengths=lengths)
         return super()._get_train_sampler(dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:

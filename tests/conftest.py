@@ -92,11 +92,11 @@ def seeded():
     torch.manual_seed(0)
 
 
-def _fetched(name: str) -> Path:
+def _fetched(name: str, marker: str = "config.json", room: str = "backbones") -> Path:
     home = Path(os.environ.get("RELISH_HOME") or Path.home() / ".cache" / "modeling_relish")
-    folder = home / "backbones" / name
-    if not (folder / "config.json").is_file():
-        reason = f"{name} is not in {folder}: `make fetch` gets it (RELISH_HOME chooses another place)"
+    folder = home / room / name
+    if not (folder / marker).is_file():
+        reason = f"{name or marker} is not in {folder}: `make fetch` gets it (RELISH_HOME chooses another place)"
         if os.environ.get("CI") == "true":
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
@@ -113,6 +113,12 @@ def smollm2() -> Path:
 def minilm() -> Path:
     """Return the folder of all-MiniLM-L6-v2."""
     return _fetched("all-MiniLM-L6-v2")
+
+
+@pytest.fixture(scope="session")
+def tweets() -> Path:
+    """Return the table of rated tweets."""
+    return _fetched("", "tweets.csv", "data") / "tweets.csv"
 
 
 @pytest.fixture(scope="session")

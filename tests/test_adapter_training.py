@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny import SCORES, TEXTS, random_batch, save_backbone, tiny_backbone
+from tiny import BACKBONES, SCORES, TEXTS, random_batch, save_backbone, tiny_backbone
 from training import ROWS, SCALE, TOKENIZER, losses, make_trainer, same, tiny_model, workbench
-from transformers import AutoModel, BitsAndBytesConfig, LlamaConfig, Trainer
+from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Trainer
 from transformers.utils import is_bitsandbytes_available
 from typer.testing import CliRunner
 
@@ -315,3 +315,25 @@ def test_gradients_through_a_4_bit_backbone_are_those_before_an_evaluation(wide_
         found.append(gradients(peft_model))
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient)
+
+
+def test_lora_under_a_head_that_reads_the_language_models_distribution(make, tmp_path):
+    causal_lm = AutoModelForCausalLM.from_config(BACKBONES["llama"]())
+    causal_lm.save_pretrained(tmp_path / "base")
+    TOKENIZER.save_pretrained(tmp_path / "base")
+    model = RelishForSequenceRegression.from_backbone(
+        str(tmp_path / "base"),
+        head_type="number_grid",
+        number_grid=[0, 1, 2, 3],
+        prompt_template="Text: {text}\nScore:",
+    )
+    trainer = make(model, peft_config=lora(), learning_rate=1e-2, objective="raft")
+    before = trainable(trainer.model)
+    assert {name.split(".lora_")[0].rsplit(".", 1)[1] for name in before if ".lora_" in name} == {
+        f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")
+    }
+    trainer.train()
+    assert not [name for name, p in trainable(trainer.model).items() if torch.equal(p, before[name])]
+    trainer.save_model(str(tmp_path / "final"))
+    loaded = RelishForSequenceRegression.from_pretrained(tmp_path / "final")
+    assert loaded.predict(TEXTS).tolist() == model.predict(TEXTS, TOKENIZER).tolist()

@@ -41,6 +41,7 @@ def test_fresh_config_is_a_regression_with_one_target():
         ({"problem_type": "single_label_classification", "num_labels": 2}, ["regression"]),
         ({"label_mean": [1.0], "label_std": [0.0]}, ["label_std", "0.0"]),
         ({"label_mean": [1.0, 2.0], "label_std": [1.0, 1.0]}, ["2", "num_labels is 1"]),
+        ({"num_labels": 1, "id2label": {0: "helpful", 1: "brief"}}, ["num_labels=1", "helpful", "as_reward_model"]),
         ({"label_mean": 1.0}, ["label_mean", "label_std"]),
         ({"label_mean": float("nan"), "label_std": 1.0}, ["finite"]),
         ({"label_min": 5, "label_max": 0}, ["5", "below"]),
@@ -91,15 +92,22 @@ def test_input_norm_follows_the_layer(layer, setting, expected):
     assert RelishConfig(backbone_config=llama(), backbone_layer=layer, input_norm=setting).uses_input_norm is expected
 
 
-def test_sizes_and_pad_token_are_one_value_on_both_levels(tmp_path):
-    config = RelishConfig(backbone_config=llama(pad_token_id=None))
+def test_sizes_are_seen_at_the_top():
+    config = RelishConfig(backbone_config=llama())
     assert (config.hidden_size, config.vocab_size, config.num_hidden_layers) == (32, 99, 4)
-    config.get_text_config().pad_token_id = 7  # as TRL writes it
-    assert config.pad_token_id == 7
-    config.pad_token_id = 8
-    assert config.get_text_config().pad_token_id == 8
+
+
+@pytest.mark.parametrize("name", ["pad_token_id", "bos_token_id", "eos_token_id"])
+def test_special_tokens_are_one_value_on_both_levels(name, tmp_path):
+    config = RelishConfig(backbone_config=llama(**{name: None}))
+    assert getattr(config, name) is None
+    setattr(config.get_text_config(), name, 7)  # as TRL writes it
+    assert getattr(config, name) == 7
+    setattr(config, name, 8)
+    assert getattr(config.get_text_config(), name) == 8
     config.save_pretrained(tmp_path)
-    assert RelishConfig.from_pretrained(tmp_path).pad_token_id == 8
+    assert getattr(RelishConfig.from_pretrained(tmp_path), name) == 8
+    assert getattr(RelishConfig.from_pretrained(tmp_path, **{name: 9}).get_text_config(), name) == 9
 
 
 def test_misspelt_setting_is_told(caplog):

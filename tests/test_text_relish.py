@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from preference_pairs import CHATTY
 from tiny import byte_bpe_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
 from transformers.utils import logging as hf_logging
 
@@ -136,3 +137,59 @@ def test_padding_needs_no_pad_token():
     ids, mask = pad_batch([[5, 6, 7], [8]], None)
     assert mask == [[1, 1, 1], [1, 0, 0]]
     assert [row[: sum(m)] for row, m in zip(ids, mask, strict=True)] == [[5, 6, 7], [8]]
+
+
+# ---------------------------------------------------------------------- conversations
+
+CHAT = [{"role": "user", "content": "Good?"}, {"role": "assistant", "content": "A great film."}]
+
+
+def test_a_conversation_gets_the_chat_templates_tokens_and_one_bos():
+    expected = CHATTY.apply_chat_template(CHAT, tokenize=True, return_dict=True)["input_ids"]
+    assert expected.count(CHATTY.bos_token_id) == 1
+    assert (
+        encode([CHAT, {"text": CHAT}, CHATTY.apply_chat_template(CHAT, tokenize=False)], "{text}", CHATTY)
+        == [expected] * 3
+    )
+    (asked,) = encode([CHAT], "{text}Score:", CHATTY)
+    assert (
+        asked
+        == CHATTY(CHATTY.apply_chat_template(CHAT, tokenize=False) + "Score:", add_special_tokens=False)["input_ids"]
+    )
+
+
+def test_behind_words_of_the_template_a_conversations_bos_is_left_out():
+    (ids,) = encode([CHAT], "Rate: {text}\nScore:", CHATTY)
+    assert ids == CHATTY("Rate: user: Good?\nassistant: A great film.\n\nScore:")["input_ids"]
+    assert ids.count(CHATTY.bos_token_id) == 1
+
+
+def test_a_template_that_writes_no_bos_gets_none():
+    tokenizer = byte_bpe_tokenizer(add_bos=True)
+    tokenizer.chat_template = CHATTY.chat_template.replace("{{ bos_token }}", "")
+    assert encode([CHAT], "{text}", tokenizer) == [tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]]
+    assert tokenizer.bos_token_id not in encode([CHAT], "{text}", tokenizer)[0]
+
+
+@pytest.mark.parametrize("tools", [[{"name": "look_up"}], '[{"name": "look_up"}]'])
+def test_tools_and_options_of_a_row_reach_the_chat_template(tools):
+    row = {"text": CHAT, "tools": tools, "chat_template_kwargs": {"add_generation_prompt": True}}
+    (ids,) = encode([row], "{text}", CHATTY)
+    assert CHATTY.decode(ids).endswith("1 tools\nassistant: ")
+    assert encode([{**row, "tools": [], "chat_template_kwargs": None}], "{text}", CHATTY) == encode(
+        [CHAT], "{text}", CHATTY
+    )
+
+
+def test_a_long_conversation_is_cut_and_stays_one():
+    long = [CHAT[0], {"role": "assistant", "content": "A great film. " * 50}]
+    (ids,) = encode([long], "{text}\nScore:", CHATTY, max_length=40)
+    assert len(ids) <= 40
+    assert ids.count(CHATTY.bos_token_id) == 1
+    assert CHATTY.decode(ids).endswith("\nScore:")
+
+
+@pytest.mark.parametrize("value", [[], ["a"], [{"content": "a"}], 3, None])
+def test_what_is_neither_text_nor_conversation_is_named(value):
+    with pytest.raises(TemplateError, match="conversation"):
+        encode([{"text": value}], "{text}", CHATTY)

@@ -47,7 +47,7 @@ def rows_of(labels, texts: Sequence[str] = TEXTS, **columns) -> Dataset:
 
 
 def make_trainer(folder: Path, model=None, rows=None, kind=RelishTrainer, **kwargs) -> Trainer:
-    """Return a trainer of either kind that writes into `folder`, over all texts or what is given.
+    """Return a trainer of any kind that writes into `folder`, over all texts or what is given.
 
     What is no argument of Trainer's goes into its training arguments.
     """
@@ -60,7 +60,7 @@ def make_trainer(folder: Path, model=None, rows=None, kind=RelishTrainer, **kwar
         return Trainer(model, TrainingArguments(**fixed | kwargs), train_dataset=rows or TOKENS, **own)
     fixed |= {"features_dir": str(folder / "features"), "features_dtype": "float32"}
     own = {"processing_class": TOKENIZER, "train_dataset": ROWS if rows is None else rows, **own}
-    return RelishTrainer(model or tiny_model(), RelishTrainingArguments(**fixed | kwargs), **own)
+    return kind(model or tiny_model(), RelishTrainingArguments(**fixed | kwargs), **own)
 
 
 def losses(trainer: Trainer, **kwargs) -> list[float]:
