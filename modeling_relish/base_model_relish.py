@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -208,15 +209,27 @@ def _from_pretrained(
     return backbone
 
 
+def bounded_length(max_length: int, config: Any) -> int:
+    """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index)."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if not positions:
+        return max_length
+    offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
+    return min(max_length, positions - offset)
+
+
 def load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Load the base model that a head-only checkpoint names; `kwargs` as for `PreTrainedModel.from_pretrained`."""
+    """Load the base model that a checkpoint names; `kwargs` are those of `from_pretrained`."""
     if not config.backbone_name_or_path:
         raise BackboneError(
-            f"the checkpoint {config.name_or_path!r} holds the head alone and names no base model; pass backbone=."
+            f"the checkpoint {config.name_or_path!r} holds no backbone and names no base model; pass backbone=, or start a model "
+            "on it with from_backbone."
         )
     loading = {k: kwargs[k] for k in BACKBONE_KWARGS if kwargs.get(k) is not None}
     if config.dtype is not None:  # the dtype at saving, so that the scores are the same to the bit
         loading.setdefault("dtype", config.dtype)
+    if (quantization := getattr(config, "quantization_config", None)) is not None:  # and the same weights
+        loading.setdefault("quantization_config", AutoQuantizationConfig.from_dict(dict(quantization)))
     if isinstance(loading.get("device_map"), dict):
         inner = {k.removeprefix("backbone").removeprefix("."): v for k, v in loading["device_map"].items()}
         loading["device_map"] = {k: v for k, v in inner.items() if not k.startswith("score")}
@@ -271,25 +284,86 @@ def weights_digest(backbone: nn.Module) -> str:
 
 
 @torch.no_grad()
-def backbone_fingerprint(backbone: nn.Module) -> str | None:
-    """Digest a backbone's weights cheaply: name, shape and 16 spread values of every tensor.
+def backbone_fingerprint(backbone: nn.Module, *, fine: bool = False) -> str | None:
+    """Digest a backbone's weights cheaply: name, shape and 16 spread values of every tensor; those of an adapter do not count.
 
     fp32 is rounded to bf16, so that a checkpoint digests alike in both. The text before the colon names the dtypes: digests
     can be compared only where it is equal. `None` while the weights are on the meta device.
+
+    Args:
+        backbone: A bare model, or one with an adapter in it.
+        fine: 256 values of every tensor, not rounded: for a change within one process that may be small.
     """
     digest = hashlib.sha256()
     dtypes = set()
-    for name, parameter in sorted(backbone.named_parameters()):
+    for name, parameter in sorted(_base_parameters(backbone)):
         if parameter.is_meta:
             return None
         flat = parameter.detach().reshape(-1)
-        where = torch.linspace(0, flat.numel() - 1, 16, dtype=torch.float64).long().to(flat.device)
+        where = torch.linspace(0, flat.numel() - 1, 256 if fine else 16, dtype=torch.float64).long().to(flat.device)
         values = flat[where]
-        values = values.to(torch.bfloat16) if values.dtype == torch.float32 else values
+        values = values.to(torch.bfloat16) if values.dtype == torch.float32 and not fine else values
         dtypes.add(str(values.dtype).removeprefix("torch."))
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(values.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return f"{'+'.join(sorted(dtypes))}:{digest.hexdigest()[:32]}"
+
+
+def realign(head: torch.nn.Module) -> None:
+    """Copy weights out of the mapped file: at odd addresses, products of one row round otherwise than before saving."""
+    for parameter in head.parameters():
+        if not parameter.is_meta and parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone()
+
+
+def bring_back(head: nn.Module) -> None:
+    """Bring back a head that `device_map` has offloaded to CPU or disk, to stay where it computes.
+
+    It is small, and it reads weights of its parts without calling them, which is where accelerate would bring them.
+    """
+    if not any(parameter.is_meta for parameter in head.parameters()):
+        return
+    try:
+        from accelerate.hooks import remove_hook_from_module
+    except ImportError as error:
+        raise BackboneError("an offloaded model needs the package accelerate: pip install accelerate.") from error
+    for module in head.modules():
+        outer = getattr(module, "_hf_hook", None)
+        for hook in getattr(outer, "hooks", [outer]):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.is_meta and getattr(hook, "weights_map", None) is not None:
+                    value = hook.weights_map[name].to(parameter.dtype)
+                    module._parameters[name] = nn.Parameter(value, parameter.requires_grad)
+    remove_hook_from_module(head, recurse=True)
+
+
+def keep_4_bit_weights(backbone: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights at the first evaluation on a CPU with AVX512-BF16.
+
+    No gradient passes packed weights, and what undoes the packing, which taking a state dict does, brings other weights back
+    (bitsandbytes 0.50).
+    """
+    for module in backbone.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def quantization_of(backbone: PreTrainedModel) -> dict[str, Any] | None:
+    """Return how a backbone was quantised as it was loaded, for its configuration."""
+    found: Any = getattr(backbone.config, "quantization_config", None)
+    return found.to_dict() if hasattr(found, "to_dict") else found
+
+
+def _base_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters under the names that they have without an adapter, which PEFT puts around a layer."""
+    wrapped = {name for name, module in backbone.named_modules() if hasattr(module, "base_layer")}
+    for name, parameter in backbone.named_parameters():
+        parts = name.split(".")
+        owner = next((".".join(parts[:i]) for i in range(len(parts)) if ".".join(parts[:i]) in wrapped), None)
+        if owner is None:
+            yield name, parameter
+        elif name.startswith(f"{owner}.base_layer."):
+            yield f"{owner}.{name.removeprefix(f'{owner}.base_layer.')}", parameter
 
 
 def fingerprints_differ(one: str | None, other: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints: the head alone, completed from the base model that it names, or everything."""
+"""Checkpoints: the head alone, completed from the base model that it names, an adapter and the head, or everything."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import resolve_revision
 
+from .adapter_relish import Adapter, adapter_config, find_adapter, put_on, save_adapter
 from .backbone_relish import BackboneError, check_architecture, cut_backbone
 from .base_model_relish import (
     BACKBONE_KWARGS,
@@ -19,11 +20,16 @@ from .base_model_relish import (
     BackboneMismatchError,
     backbone_fingerprint,
     bare_model,
+    bounded_length,
+    bring_back,
     check_safetensors,
     fingerprints_differ,
+    keep_4_bit_weights,
     load_backbone,
     load_base,
+    quantization_of,
     reading,
+    realign,
     resolve_backbone,
     share_base,
     whole_config,
@@ -41,10 +47,12 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
 
     config_class = RelishConfig
     base_model_prefix = "backbone"
-    # The weights' digest when they came from the base model; None means they must be saved with the head.
+    # The weights' digests when they came from the base model; None means they must be saved with the head. The second is of
+    # more values and not rounded: what an adapter adds when it is merged may be less than the first one sees.
     _base_fingerprint: str | None = None
     # Where its files were read from, for those that are read later; a token is remembered here and nowhere else.
     _file_kwargs: dict[str, Any] = {}  # noqa: RUF012
+    _base_fine_fingerprint: str | None = None
 
     # Set by the subclass.
     backbone: PreTrainedModel
@@ -90,7 +98,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             loaded = load_backbone(name, cut, causal_lm=causal_lm, **hub, **loading)
         if "number_grid" in kwargs:
             kwargs["number_grid"] = _resolved_grid(kwargs, tokenizer, name, revision)
-        kwargs["max_length"] = _bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config)
+        kwargs["max_length"] = bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config)
         config = RelishConfig(
             backbone_name_or_path=name, backbone_revision=revision, backbone_config=backbone_config, **kwargs
         )
@@ -127,7 +135,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         backbone: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Load a checkpoint: the head alone, completed from the base model it names, or everything.
+        """Load a checkpoint: the head alone or an adapter and the head, completed from the base model it names, or everything.
 
         Args:
             pretrained_model_name_or_path: Hub id or folder.
@@ -140,21 +148,28 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             BackboneError: if the base model is missing or incomplete (the message names it), or `backbone` is given for a
                 checkpoint that holds its own.
             BackboneMismatchError: if its weights are not those the head was trained on.
+            AdapterError: if an adapter lacks the head or does not fit.
         """
         name = os.fspath(pretrained_model_name_or_path)
         which = {k: kwargs[k] for k in ("token", "cache_dir") if k in kwargs}
         offline = bool(kwargs.get("local_files_only"))
         # Once, so that config, weights and tokenizer are of one commit.
         kwargs["revision"] = resolve_revision(name, kwargs.get("revision"), local_files_only=offline, **which)
+        hub = {k: kwargs[k] for k in FILE_KWARGS if k in kwargs}
+        adapter = find_adapter(name, kwargs, hub)
         if not isinstance(config, RelishConfig):
             own = {k: kwargs.pop(k) for k in list(kwargs) if k in RelishConfig.__dataclass_fields__ and k != "dtype"}
-            hub = {k: kwargs[k] for k in FILE_KWARGS if k in kwargs}
             with reading(f"the checkpoint {name!r}"):
-                config = RelishConfig.from_pretrained(config or name, **hub, **own)
+                if adapter is not None and config is None:
+                    config = adapter_config(adapter, **own)
+                else:
+                    config = RelishConfig.from_pretrained(config or name, **hub, **own)
         if config.backbone_config is None:
             raise BackboneError(
                 f"{name!r} is no RELISH checkpoint. Start a model on a language model with from_backbone(...)."
             )
+        if adapter is not None:
+            return cls._from_adapter(adapter, config, backbone, kwargs)
         if config.backbone_in_checkpoint and backbone is not None:
             # The base model's fingerprint would fit, and its untrained weights would give another score.
             raise BackboneError(
@@ -173,8 +188,26 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         model._file_kwargs = later
         model._load_head(name, {k: kwargs[k] for k in FILE_KWARGS if k in kwargs})
         model.eval()
-        info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": ""}
-        return (model, info) if loading_info else model
+        return (model, _nothing_missing()) if loading_info else model
+
+    @classmethod
+    def _from_adapter(
+        cls, adapter: Adapter, config: RelishConfig, backbone: PreTrainedModel | None, kwargs: dict[str, Any]
+    ) -> Any:
+        """Build the model that an adapter stands on, the language model or a saved RELISH model, and put it there."""
+        loading_info = kwargs.pop("output_loading_info", False)
+        config.name_or_path = adapter.source
+        if (base_name := adapter.base(config)) is not None:
+            more = {k: v for k, v in kwargs.items() if k not in ("revision", "subfolder")}
+            revision = adapter.settings.get("revision")
+            model = cls.from_pretrained(
+                base_name, config=config, backbone=backbone, **more, **({"revision": revision} if revision else {})
+            )
+        else:
+            base = load_base(config, kwargs) if backbone is None else share_base(backbone, config)
+            model = cls(config, base)._adopt_base(base)
+        put_on(model, adapter)
+        return (model, _nothing_missing()) if loading_info else model
 
     @classmethod
     def _whole_from_pretrained(cls, name: str, later: dict[str, Any], *model_args: Any, **kwargs: Any) -> Any:
@@ -189,7 +222,8 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
                 "would be random. A head pushed earlier under the same name can hide the shards of a whole model."
             )
         model._file_kwargs = later
-        _realign(model.score)
+        bring_back(model.score)
+        realign(model.score)
         return (model, info) if loading_info else model
 
     def _adopt_base(self, base: PreTrainedModel) -> Any:
@@ -204,7 +238,12 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             )
         if expected is None and self.config.backbone_name_or_path is not None:
             self.config.backbone_fingerprint = found
-        self._base_fingerprint = found if self.config.backbone_name_or_path is not None else None
+        if self.config.backbone_name_or_path is not None:
+            self._base_fingerprint, self._base_fine_fingerprint = found, backbone_fingerprint(base, fine=True)
+        keep_4_bit_weights(base)
+        for name in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # by these PEFT and Trainer know that it is quantised
+            if getattr(base, name, False):
+                setattr(self, name, True)
         self.backbone.requires_grad_(False)
         self.backbone.eval()
         device = next((p.device for p in base.parameters() if not p.is_meta), torch.device("cpu"))
@@ -252,7 +291,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         state_dict: dict[str, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save the head alone while the backbone's weights are the base model's, else everything.
+        """Save the head alone while the backbone's weights are the base model's, with an adapter where one is on it, else all.
 
         Args:
             save_directory: Folder; created if missing.
@@ -269,12 +308,25 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             save_backbone = self._push_settings["save_backbone"]
         if kwargs.get("push_to_hub"):
             self._check_base(save_backbone)
+        if self.has_adapter:
+            if save_backbone:
+                raise BackboneError("save_backbone=True needs the adapter merged first: peft_model.merge_and_unload().")
+            if is_main_process:
+                save_adapter(self, save_directory, next(iter(self.peft_config)), state_dict)
+                write_code(save_directory)
+                self._save_card(save_directory)
+            return
         untouched = self.backbone_is_untouched()
         if save_backbone is False and not untouched:
             raise BackboneError(
                 "save_backbone=False would lose weights: this backbone was trained, or no base model is named."
             )
         whole = (not untouched) if save_backbone is None else save_backbone
+        if whole and quantization_of(self.backbone) is not None:
+            raise BackboneError(
+                "a quantised backbone is not saved, only named: its base model must have a name. Merge an adapter into the "
+                "base model loaded without quantization_config."
+            )
         base = self.config.backbone_name_or_path
         if base and Path(resolve_backbone(base) if not whole else base).resolve() == Path(save_directory).resolve():
             raise BackboneError(f"{os.fspath(save_directory)!r} holds the base model itself; save into another folder.")
@@ -289,22 +341,38 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             write_code(save_directory)
             self._save_card(save_directory)
+        if not whole and (quantization := quantization_of(self.backbone)) is not None:
+            self.config.quantization_config = quantization
         super().save_pretrained(save_directory, is_main_process, state_dict=state_dict, **kwargs)
 
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go: the first device with weights on it. Those that accelerate has offloaded are on none (meta)."""
+        offloaded = torch.device("cpu" if getattr(self, "hf_device_map", None) else "meta")
+        return next((p.device for p in self.parameters() if not p.is_meta), offloaded)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether PEFT has put an adapter on the model."""
+        return bool(getattr(self, "peft_config", None))
+
     def backbone_is_untouched(self) -> bool:
-        """Whether the backbone's weights are still those of the base model that the config names."""
+        """Whether the backbone's weights are still those of the base model that the config names, and nothing is on them."""
+        trained = any(p.requires_grad for p in self.backbone.parameters())
+        return not trained and not self.has_adapter and self.base_is_named()
+
+    def base_is_named(self) -> bool:
+        """Whether the backbone's weights, an adapter's own apart, are those of the base model that the config names."""
         if self._base_fingerprint is None or self.config.backbone_name_or_path is None:
             return False
-        if any(p.requires_grad for p in self.backbone.parameters()):
-            return False
-        return not fingerprints_differ(self._base_fingerprint, backbone_fingerprint(self.backbone))
+        return not (
+            fingerprints_differ(self._base_fingerprint, backbone_fingerprint(self.backbone))
+            or fingerprints_differ(self._base_fine_fingerprint, backbone_fingerprint(self.backbone, fine=True))
+        )
 
 
-def _realign(head: torch.nn.Module) -> None:
-    """Copy weights out of the mapped file: at odd addresses, products of one row round otherwise than before saving."""
-    for parameter in head.parameters():
-        if not parameter.is_meta and parameter.data_ptr() % 64:
-            parameter.data = parameter.data.clone()
+def _nothing_missing() -> dict[str, Any]:
+    return {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": ""}
 
 
 def _resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, revision: str | None) -> dict[str, Any]:
@@ -320,12 +388,3 @@ def _resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, r
         )
     template = settings.get("prompt_template", RelishConfig.prompt_template)
     return grid.resolve(tokenizer, template).to_dict()
-
-
-def _bounded_length(max_length: int, config: Any) -> int:
-    """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index)."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if not positions:
-        return max_length
-    offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
-    return min(max_length, positions - offset)

@@ -35,3 +35,7 @@ def main() -> None:
         line = " ".join(part.strip() for part in str(error).splitlines())  # transformers' own messages have several
         errors.print(line, markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
+
+
+if __name__ == "__main__":  # accelerate launch -m modeling_relish.cli predict ...
+    main()

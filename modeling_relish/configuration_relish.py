@@ -195,6 +195,13 @@ class RelishConfig(PreTrainedConfig):
         if self.backbone_config is not None:
             check_backbone_layers(self)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read a configuration; another model's becomes the backbone's, for PEFT compares its vocabulary with the model's."""
+        if config_dict.get("model_type", cls.model_type) != cls.model_type:
+            config_dict = {"backbone_config": config_dict, "backbone_in_checkpoint": False}
+        return super().from_dict(config_dict, **kwargs)
+
     def to_diff_dict(self) -> dict[str, Any]:
         """Return what differs from the defaults, and always the targets' names and where the code is.
 
