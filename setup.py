@@ -38,6 +38,7 @@ DEV = [
     "pytest-timeout>=2.4.0",
     "ruff>=0.17.6",
     "tensorboard>=2.21.0",
+    "bitsandbytes>=0.50.2",  # QLoRA; runs on CPUs too
 ]
 
 setup(

@@ -74,10 +74,6 @@ def fit(
     Returns:
         What was trained, in the adapter's wrapper if there is one, and the outcome.
     """
-    if peft_config is not None:
-        from peft import get_peft_model
-
-        model = get_peft_model(model, peft_config)
     passed = {
         name: trainer_settings.pop(name) for name in ("number_grid", "prompt_template") if name in trainer_settings
     }
@@ -89,10 +85,11 @@ def fit(
         splits = bench.task.splits
         trainer = RelishTrainer(
             model, args, train_dataset=splits["train"], eval_dataset=splits["validation"],
-            processing_class=bench.tokenizer, compute_metrics=make_compute_metrics(bench.task.label_range), **passed,
+            processing_class=bench.tokenizer, compute_metrics=make_compute_metrics(bench.task.label_range),
+            peft_config=peft_config, **passed,
         )  # fmt: skip
         outcome = _train(trainer, splits["test"])
-    return model, outcome
+    return trainer.model, outcome
 
 
 def _arguments(settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
