@@ -20,7 +20,9 @@ def save_language_model(folder, kind="qwen3"):
     """Save a tiny causal language model with its tokenizer; return the folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(BACKBONES[kind]()).save_pretrained(folder)
+        config = BACKBONES[kind]()
+        config.max_position_embeddings = 512  # room for examples in the prompt
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     TOKENIZERS[kind]().save_pretrained(folder)
     return folder
 
@@ -30,7 +32,11 @@ def save_table(folder, copies=2):
     folder.mkdir(parents=True, exist_ok=True)
     scores = [min(5.0, max(0.0, score)) for score in SCORES]
     rows = [(f"{a} ({c})", b, s) for c in range(copies) for a, b, s in zip(TEXTS, TEXTS[1:] + TEXTS[:1], scores)]  # noqa: B905
-    parts = {"train": rows[: len(rows) // 2], "validation": rows[len(rows) // 2 :: 2], "test": rows[len(rows) // 2 + 1 :: 2]}
+    parts = {
+        "train": rows[: len(rows) // 2],
+        "validation": rows[len(rows) // 2 :: 2],
+        "test": rows[len(rows) // 2 + 1 :: 2],
+    }
     for name, part in parts.items():
         with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([("text_a", "text_b", "score"), *part])

@@ -98,11 +98,11 @@ class Method:
         raise NotImplementedError
 
 
-def lora(task_type: str, rank: int, **more: Any) -> Any:
-    """Return LoRA on all linear layers."""
+def lora(task_type: str, rank: int, targets: Any = "all-linear") -> Any:
+    """Return LoRA on linear layers, alpha = 2 x rank."""
     from peft import LoraConfig
 
-    return LoraConfig(task_type=task_type, r=rank, lora_alpha=2 * rank, target_modules="all-linear", **more)
+    return LoraConfig(task_type=task_type, r=rank, lora_alpha=2 * rank, target_modules=targets)
 
 
 def why_no_package(module: str, package: str, extra: str) -> str | None:

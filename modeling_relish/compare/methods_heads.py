@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from torch import nn
 from transformers import set_seed
+from transformers.pytorch_utils import Conv1D
 
 from .method import Method, Options, Settings, lora, why_no_package
 from .training import Outcome, fit, fit_on_logits
@@ -103,8 +105,8 @@ class Head(Method):
         model = bench.model(layer, trained=regime == "full", head_type=self.head_type, **own, **self._shape(settings))
         adapter = None
         if regime == "lora":
-            beside = {"exclude_modules": r".*lm_head.*"} if self.head_type == "final_logits_mlp" else {}
-            adapter = lora("SEQ_CLS", settings["lora_rank"], **beside)
+            targets = _inner_linear(model.backbone) if self.head_type == "final_logits_mlp" else "all-linear"
+            adapter = lora("SEQ_CLS", settings["lora_rank"], targets)
         _, outcome = fit(
             bench, model, settings, seed, peft_config=adapter, freeze_backbone=regime != "full",
             train_sampling_strategy="random" if regime == "frozen" else "group_by_length",
@@ -124,6 +126,13 @@ class Head(Method):
         )
         seconds = outcome.extraction_seconds + search["seconds"]
         return replace(outcome, notes=[*outcome.notes, note], extraction_seconds=seconds)
+
+
+def _inner_linear(language_model: Any) -> list[str]:
+    """Return the last names of all linear layers but the output layer, which PEFT leaves out only where it is at the top."""
+    output = language_model.get_output_embeddings()
+    found = (n for n, m in language_model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not output)
+    return sorted({name.rpartition(".")[2] for name in found})
 
 
 class Encoder(Head):

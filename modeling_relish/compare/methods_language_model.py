@@ -16,7 +16,7 @@ from ..number_grid_relish import NumberGrid
 from ..text_relish import PromptTemplate, tokenize
 from .method import Method, Options, Settings, lora, why_no_package
 from .methods_heads import LORA_RATES
-from .tasks import Task
+from .tasks import CompareError, Task
 from .training import Outcome, fit, validated
 from .workbench import Workbench
 
@@ -82,6 +82,8 @@ class Decoding(LanguageModelMethod):
         if self.kind == "many":
             more["examples"] = _examples(bench, settings["shots"], seed)
             more["batch_size"] = 8
+            if not more["examples"]:
+                raise CompareError(f"no example fits into the context of {bench.name} before the longest prompt.")
             if len(more["examples"]) < settings["shots"]:
                 notes.append(
                     f"{len(more['examples'])} examples fit into the context or the data, of {settings['shots']}"

@@ -71,8 +71,8 @@ def compare(
     """Run every method on one data set, one after the other, and report what they give and cost.
 
     Every run is written as soon as it ends. Called again with the same folder, it goes on where it was interrupted: a run with
-    the same data, weights, seed and settings is read from its file. Where a method is trained, as many settings as for every other
-    are tried with the first seed; the best by validation Pearson is held for the other seeds.
+    the same data, weights, seed and settings is read from its file. Where a method is trained, as many settings as for every
+    other are tried with the first seed; the best by validation Pearson is held for the other seeds.
 
     Args:
         data: A [`Task`], or what [`load_task`] reads.
@@ -97,6 +97,7 @@ def compare(
     Raises:
         CompareError: for an unknown method or regime, nothing to run, a folder another comparison works in, or where every
             run has failed.
+        ResultError: for a result in the folder that was changed.
     """
     if isinstance(data, Task) and task:
         raise CompareError(f"a Task has its settings already, got {sorted(task)} too.")
@@ -208,7 +209,10 @@ class _Work:
             best = max(tried, key=lambda candidate: -2.0 if tried[candidate] != tried[candidate] else tried[candidate])
             held = dict(json.loads(best))
         self.found.settings.setdefault(job.owner, {})[job.choice] = held
-        write_json(self.folder / SETTINGS, self.found.settings)
+        kept = read_settings(self.folder / SETTINGS) if (self.folder / SETTINGS).exists() else {}
+        for owner, choices in self.found.settings.items():
+            kept.setdefault(owner, {}).update(choices)
+        write_json(self.folder / SETTINGS, kept)
         return held
 
     def _all_settings(self, job: Job, candidate: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,7 +302,11 @@ def _only_one(folder: Path) -> Iterator[None]:
                 f"another comparison is at work in {folder}; wait for it, or choose another folder."
             ) from error
         logging.set_verbosity_error()
+        bars = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
         try:
             yield
         finally:
             logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()

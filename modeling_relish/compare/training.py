@@ -107,12 +107,13 @@ def _train(trainer: Trainer, test: Any) -> Outcome:
     trainer.train()
     trained = time.monotonic()
     predictions = np.asarray(trainer.predict(test).predictions, dtype=np.float64).reshape(-1)
+    model: Any = trainer.model
     evaluated = [entry for entry in trainer.state.log_history if "eval_pearson" in entry]
     best = max(evaluated, key=lambda entry: _low_if_nan(entry["eval_pearson"]))
     return Outcome(
         predictions=predictions,
         validation={metric: float(best[f"eval_{metric}"]) for metric in METRICS},
-        trainable_parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),  # type: ignore[union-attr]
+        trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         train_seconds=round(trained - started, 2),
         predict_seconds=round(time.monotonic() - trained, 2),
         curve=[(float(entry["step"]), float(entry["eval_pearson"])) for entry in evaluated],
@@ -141,27 +142,23 @@ class LogitsRegressor(nn.Module):
 
     def __init__(self, output: nn.Module, config: RelishConfig, mean: float, std: float) -> None:
         super().__init__()
-        self.output = output.requires_grad_(False)
+        self.frozen = (output.requires_grad_(False),)  # in a tuple, so that no checkpoint holds it
         self.score = FinalLogitsHead(config)
         self.mean, self.std, self.delta = mean, std, config.huber_delta
 
     def forward(self, states: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """Return `logits` (B, 1) in label units and, given labels (B, 1), the Huber `loss` on standardised values."""
-        with torch.no_grad():
-            logits = self.output(states.to(self.output.weight.dtype)).float()  # type: ignore[union-attr,arg-type]
-        prediction, _ = self.score(logits)
+        prediction, _ = self.score(self.logits(states))
         found = {"logits": prediction * self.std + self.mean}
         if labels is not None:
             found = {"loss": regression_loss(prediction, (labels - self.mean) / self.std, "huber", self.delta), **found}
         return found
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the head's weights alone, which is all that checkpoints need."""
-        return {k: v for k, v in super().state_dict(*args, **kwargs).items() if ".output." not in f".{k}"}
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load the head's weights."""
-        return self.score.load_state_dict({k.removeprefix("score."): v for k, v in state_dict.items()}, strict, assign)
+    @torch.no_grad()
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return (B, V) logits of (B, D) states, fp32."""
+        output = self.frozen[0].to(states.device)
+        return output(states.to(next(output.parameters()).dtype)).float()
 
 
 def fit_on_logits(bench: Workbench, settings: Mapping[str, Any], seed: int) -> Outcome:
@@ -203,7 +200,7 @@ def _check_logits(bench: Workbench, language_model: Any, model: LogitsRegressor,
     """Compare the output layer of a cached state with what the language model itself says."""
     ids = torch.tensor([bench.ids["test"][0]])
     said = last_logits(language_model, ids, torch.ones_like(ids))[0].float()
-    made = model.output(state.to(language_model.dtype)).float()
+    made = model.logits(state)
     if (said - made).abs().max() > 0.05 * said.std().clamp(min=1e-6) + 0.05 * said.abs().max():
         raise CompareError(
             f"{bench.name}: the logits are not the output layer of the last state alone ({bench.config.model_type} changes "

@@ -108,7 +108,7 @@ class Workbench:
 
     def language_model(self) -> PreTrainedModel:
         """Load the causal language model, on the device that computes."""
-        return load_backbone(self.backbone, causal_lm=True, dtype=compute_dtype()).to(device()).eval()
+        return on_device(load_backbone(self.backbone, causal_lm=True, dtype=compute_dtype())).eval()
 
     # ------------------------------------------------------------------ the layer
 
@@ -127,7 +127,7 @@ class Workbench:
         kept = self._kept(self._search_file)
         if kept is not None:
             return kept
-        model = self.model().to(device())
+        model = on_device(self.model())
         args = RelishTrainingArguments(
             output_dir=str(self.folder), disable_tqdm=True, seed=0, features_dir=self.features_dir, report_to="none"
         )
@@ -171,7 +171,7 @@ class Workbench:
         numbers = [layer for layer in numbers if str(layer) not in seconds]
         if not numbers:
             return
-        whole = self.model().to(device())
+        whole = on_device(self.model())
         parts = [at_layer(whole, None if layer == total else layer) for layer in numbers]
         caches = [FeatureCache(part, self.features_dir) for part in parts]
         reader = at_layer(whole, layers=numbers) if len(numbers) > 1 else parts[0]
@@ -210,7 +210,7 @@ class Workbench:
     @cached_property
     def tokens_per_second(self) -> float:
         """Measure how many tokens a second the whole backbone reads, on a batch of the training prompts."""
-        model = self.model().to(device())
+        model = on_device(self.model())
         rows = sorted(self.ids["train"], key=len)[-max(1, min(16, len(self.ids["train"]))) :]
         width = len(rows[-1])
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device())
@@ -233,6 +233,11 @@ def backbone_name(backbone: str) -> str:
 def device() -> str:
     """Return where models run."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def on_device(model: Any) -> Any:
+    """Move a model to where models run."""
+    return model.to(device())
 
 
 def _slug(name: str) -> str:
