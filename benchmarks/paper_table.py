@@ -51,6 +51,7 @@ class Table:
     budget: str | None
     rows: int | None
     methods: str
+    seeds: int
 
     def task(self, name: str, train_rows: int | None = None) -> Task:
         (low, high), template = SETS[name]
@@ -67,7 +68,8 @@ class Table:
         print(f"== {task.name}, {folder}", flush=True)
         return compare(
             task, self.output / folder, backbones=self.backbones, settings=settings, budget=self.budget,
-            write_reports=False, log=lambda line: print(line, flush=True), **{"options": self.options, **more},
+            write_reports=False, log=lambda line: print(line, flush=True),
+            **{"options": self.options, "seeds": self.seeds, **more},
         )  # fmt: skip
 
     # ---------------------------------------------------------------- stages
@@ -200,17 +202,21 @@ def main(
     candidates: int = 3,
     shots: int = 128,
     samples: int = 16,
+    seeds: int = 3,
     rows: Annotated[int | None, typer.Option(help="Only so many rows of every split: to try the script.")] = None,
     output: Path = Path(__file__).parent / "results" / "paper",
 ):
     options = Options(
         epochs=epochs, backbone_epochs=backbone_epochs, candidates=candidates, shots=shots, samples=samples
     )
-    table = Table(data, output, tuple(backbone or BACKBONES), options, budget, rows, methods)
+    table = Table(data, output, tuple(backbone or BACKBONES), options, budget, rows, methods, seeds)
     for stage in stages.split(","):
         if stage not in STAGES:
             raise typer.BadParameter(f"there is no stage {stage!r}; the known ones are {', '.join(STAGES)}.")
-        getattr(table, stage)()
+    try:
+        for stage in stages.split(","):
+            getattr(table, stage)()
+    finally:
         table.report()
 
 

@@ -1,0 +1,98 @@
+"""The paper's table on small tables: every stage, the gaps beside the paper's, nothing done twice."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from comparing import save_language_model, save_table
+
+from modeling_relish.compare.results import read_results
+
+ROOT = Path(__file__).parents[1]
+SCALES = {"stsb": (0, 5), "sickr": (1, 5), "wmt20-enzh": (0, 100), "wmt20-ruen": (0, 100), "wmt20-sien": (0, 100)}
+
+
+def save_sets(folder):
+    for name, (low, high) in SCALES.items():
+        save_table(folder / name)
+        for path in (folder / name).glob("*.csv"):
+            with path.open(encoding="utf-8") as file:
+                header, *rows = csv.reader(file)
+            with path.open("w", newline="", encoding="utf-8") as file:
+                scaled = [(a, b, low + (high - low) * float(score) / 5) for a, b, score in rows]
+                csv.writer(file).writerows([header, *scaled])
+
+
+def run(folder, stages):
+    command = [
+        sys.executable, ROOT / "benchmarks" / "paper_table.py", folder / "data", "--output", folder / "paper", "--rows", "24",
+        "--backbone", folder / "tiny-qwen", "--methods", "tfidf_ridge,linear,relish_layer_search", "--epochs", "1",
+        "--backbone-epochs", "1", "--candidates", "1", "--seeds", "1", "--stages", stages,
+    ]  # fmt: skip
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "RELISH_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        "RELISH_DEBUG": "1",
+    }  # fmt: skip
+    return subprocess.run(list(map(str, command)), env=environment, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("paper")
+    save_sets(folder / "data")
+    save_language_model(folder / "tiny-qwen")
+    return folder, run(folder, "frozen,thousand,whole,matched")
+
+
+def test_every_stage_leaves_its_results(paper):
+    folder, _ = paper
+    whole = read_results(folder / "paper" / "whole" / "results")
+    frozen = [r for r in whole if r.regime != "lora"]
+    assert len(frozen) == 5 * 3
+    assert {(r.method, r.dataset, r.seed) for r in whole if r.regime == "lora"} == {
+        (m, "stsb", 0) for m in ("RAFT", "RELISH", "RELISH, layer search", "linear, mean", "MLP, mean")
+    }
+    thousand = read_results(folder / "paper" / "thousand" / "results")
+    assert len(thousand) == 2 * 5
+    matched = [r for r in read_results(folder / "paper" / "matched" / "results") if r.dataset == "stsb-1000"]
+    assert len(matched) == 5 + 2
+    relish = next(r for r in matched if r.method == "RELISH, layer search")
+    ranks = {r.settings["lora_rank"]: r.trainable_parameters for r in matched if r.method == "RAFT"}
+    assert len(ranks) == 2
+    # The head over a tiny backbone is all of its parameters: one rank more or less is 1/2 of RAFT's.
+    assert abs(ranks[max(ranks)] - relish.trainable_parameters) <= ranks[8] / 8
+
+
+def test_the_table_has_our_gaps_beside_the_papers(paper):
+    folder, _ = paper
+    text = (folder / "paper" / "table.md").read_text(encoding="utf-8")
+    block = text.split("## whole, frozen")[1].split("## Test Pearson")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines() if line.startswith("|")
+    ]
+    gaps = {row[0]: row[1:] for row in rows}
+    assert gaps["RELISH, the paper"] == ["+6.7%", "+7.2%", "-19.9%"]
+    results = read_results(folder / "paper" / "whole" / "results")
+
+    def mean(method):
+        sets = [
+            [r.test["pearson"] for r in results if (r.method, r.dataset) == (method, name) and r.regime != "lora"]
+            for name in SCALES
+        ]
+        return np.mean([np.mean(values) for values in sets])
+
+    best = max(mean("linear, mean"), mean("TF-IDF, ridge"))
+    assert gaps["RELISH, layer search, here"][0] == f"{mean('RELISH, layer search') / best - 1:+.1%}"
+    assert len(re.findall(r"^\| (?:stsb|sickr|wmt20)", text, re.M)) == 5
+
+
+def test_nothing_is_done_twice(paper):
+    folder, first = paper
+    assert first.count("validation Pearson") == 5 * 3 + 2 * 5 + 5 + 2
+    again = run(folder, "frozen,thousand,whole,matched")
+    assert "validation Pearson" not in again
