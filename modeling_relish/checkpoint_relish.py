@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 
-from .backbone_relish import BackboneError, check_architecture, cut_backbone
+from .backbone_relish import BackboneError, check_architecture, check_language_model, cut_backbone
 from .base_model_relish import (
     BackboneMismatchError,
     backbone_fingerprint,
@@ -62,15 +62,19 @@ class RelishPreTrainedModel(PreTrainedModel):
             RelishConfigError: for an unknown or impossible setting.
         """
         loading = {k: kwargs.pop(k) for k in _BACKBONE_KWARGS if k in kwargs}
+        tokenizer = kwargs.pop("tokenizer", None)
         known = set(RelishConfig.__dataclass_fields__) | {"num_labels", "id2label", "label2id"}
         if unknown := sorted(set(kwargs) - known):
             raise RelishConfigError(f"unknown setting(s) {unknown}; RelishConfig knows {sorted(known)}.")
         layers = {k: kwargs[k] for k in ("backbone_layer", "backbone_layers") if k in kwargs}
-        tokenizer, causal_lm = kwargs.pop("tokenizer", None), kwargs.get("head_type") in (*LM_HEADS, "special_token")
+        causal_lm = kwargs.get("head_type") in (*LM_HEADS, "special_token")
         if isinstance(backbone, PreTrainedModel):
             name = backbone.config._name_or_path or None
             loaded = backbone if causal_lm else without_pooler(bare_model(backbone))
-            check_architecture(loaded.config.get_text_config(), causal_lm)
+            if causal_lm:
+                check_language_model(loaded)
+            else:
+                check_architecture(loaded.config.get_text_config())
             backbone_config = loaded.config
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer  # checked before anything is cut
             loaded = cut_backbone(loaded, cut)
@@ -82,9 +86,11 @@ class RelishPreTrainedModel(PreTrainedModel):
             backbone_config = whole_config(name, {**hub, **{k: loading[k] for k in _HUB_KWARGS if k in loading}})
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer
             loaded = load_backbone(name, cut, causal_lm=causal_lm, **hub, **loading)
-        if "number_grid" in kwargs:
-            kwargs["number_grid"] = _resolved_grid(kwargs, tokenizer, name, revision)
-        kwargs["max_length"] = _bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config)
+        grid = None
+        if kwargs.get("number_grid") is not None:
+            grid = _resolved_grid(kwargs, tokenizer, name, revision)
+            kwargs["number_grid"] = grid.to_dict()
+        kwargs["max_length"] = bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config, grid)
         config = RelishConfig(
             backbone_name_or_path=name, backbone_revision=revision, backbone_config=backbone_config, **kwargs
         )
@@ -265,7 +271,7 @@ def _realign(head: torch.nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, revision: str | None) -> dict[str, Any]:
+def _resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, revision: str | None) -> NumberGrid:
     """Find the tokens of a number grid's values as they follow the prompt."""
     grid = NumberGrid.from_setting(settings["number_grid"])
     if grid.tokens is None and tokenizer is None:
@@ -277,15 +283,20 @@ def _resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, r
             resolve_backbone(name), trust_remote_code=False, **({"revision": revision} if revision else {})
         )
     template = settings.get("prompt_template", RelishConfig.prompt_template)
-    return grid.resolve(tokenizer, template).to_dict()
+    return grid.resolve(tokenizer, template)
 
 
-def _bounded_length(max_length: int, config: Any) -> int:
-    """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index)."""
+def bounded_length(max_length: int, config: Any, grid: NumberGrid | None = None) -> int:
+    """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index).
+
+    The tokens of a grid's numbers, all but the last, follow the prompt and need positions too.
+    """
     positions = getattr(config, "max_position_embeddings", None)
     if not positions:
         return max_length
     offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
+    if grid is not None and grid.tokens is not None:
+        offset = max(map(len, grid.tokens)) - 1
     return min(max_length, positions - offset)
 
 
@@ -309,7 +320,7 @@ def _load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
 
 def _share_base(backbone: PreTrainedModel, config: RelishConfig) -> PreTrainedModel:
     if config.reads_language_model:
-        check_architecture(backbone.config.get_text_config(), causal_lm=True)
+        check_language_model(backbone)
         return backbone
     bare = without_pooler(bare_model(backbone))
     if bare.config.num_hidden_layers == config.num_hidden_layers:

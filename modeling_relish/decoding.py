@@ -129,9 +129,7 @@ def _run_prefix(model: PreTrainedModel, prefix: list[int]) -> DynamicCache | Non
     if not prefix:
         return None
     cache = DynamicCache(config=model.config.get_text_config())
-    model(
-        input_ids=torch.tensor([prefix], device=model.device), cache=cache, use_cache=True, logits_to_keep=1
-    )
+    model(input_ids=torch.tensor([prefix], device=model.device), cache=cache, use_cache=True, logits_to_keep=1)
     return cache
 
 

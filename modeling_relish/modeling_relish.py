@@ -156,8 +156,7 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
                 raise ValueError(f"a {self.config.head_type} head asks the language model: it needs input_ids alone.")
             read = self._read_language_model(input_ids, attention_mask)
             if isinstance(self.score, NumberGridHead):
-                with maybe_autocast(read.device.type, enabled=False):
-                    answer = grid_output(self.score, read, cast(RelishConfig, self.config), labels, sample_weight)
+                answer = grid_output(self.score, read, cast(RelishConfig, self.config), labels, sample_weight)
                 return answer.to_tuple() if return_dict is False else answer
             with maybe_autocast(read.device.type, enabled=False):
                 prediction, attentions = self.score(read)

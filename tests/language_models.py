@@ -27,7 +27,9 @@ KINDS = ("llama", "qwen3", "gemma3", "gpt2", "mistral")
 """The architectures whose numbers are all found in one pass."""
 
 
-def tiny_language_model(kind: str, seed: int = 0, dropout: float = 0.0, kernel: str = "sdpa", **settings) -> PreTrainedModel:
+def tiny_language_model(
+    kind: str, seed: int = 0, dropout: float = 0.0, kernel: str = "sdpa", **settings
+) -> PreTrainedModel:
     """Return a tiny causal language model in eval mode, biases and norms random; torch's random state is left as it was."""
     config = _set_dropout((BACKBONES | _OTHERS)[kind](), dropout)
     for name, value in settings.items():
@@ -41,7 +43,9 @@ def tiny_language_model(kind: str, seed: int = 0, dropout: float = 0.0, kernel: 
     return model.eval()
 
 
-def grid_model(language_model=None, grid=(1, 2, 3, 4, 5), kind: str = "llama", **settings) -> RelishForSequenceRegression:
+def grid_model(
+    language_model=None, grid=(1, 2, 3, 4, 5), kind: str = "llama", **settings
+) -> RelishForSequenceRegression:
     """Return a model with a number_grid head over a tiny language model or what is given."""
     given = language_model if language_model is not None else tiny_language_model(kind)
     settings = {"prompt_template": TEMPLATE, "tokenizer": TOKENIZERS.get(kind, TOKENIZERS["llama"])(), **settings}

@@ -50,11 +50,9 @@ def test_one_pass_gives_the_probabilities_and_gradients_of_every_number_alone(ki
         torch.testing.assert_close(found.double(), expected, atol=3e-5, rtol=0)
         # In deviations of labels that lie evenly on the grid.
         error = (expected_numbers(found) - expected_numbers(expected)).abs().max() / VALUES.std()
-        assert float(error) <= 1e-5
+        assert float(error.detach()) <= 1e-5
     assert float(expected.detach().std()) > 1
-    for got, wanted in zip(
-        torch.autograd.grad(expected_numbers(found).sum(), parameters), gradients, strict=True
-    ):
+    for got, wanted in zip(torch.autograd.grad(expected_numbers(found).sum(), parameters), gradients, strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-4 * float(wanted.abs().max()) + 1e-7, rtol=0)
     assert not caplog.records  # nothing was run one by one
 
@@ -67,7 +65,6 @@ def test_rows_alone_in_a_batch_and_with_holes_agree(kind, kernel):
         together = grid_log_probs(model, *padded(ROWS, "left"), TRIE)
         alone = torch.cat([grid_log_probs(model, *padded([row]), TRIE) for row in ROWS])
         ids, mask = padded(ROWS, "right", 40)
-        holes = torch.randperm(40).sort().values
         order = torch.stack([torch.randperm(40) for _ in ROWS])
         for row, (where, m) in enumerate(zip(order, mask, strict=True)):  # tokens in their order, padding anywhere
             places = where[: int(m.sum())].sort().values
@@ -75,7 +72,6 @@ def test_rows_alone_in_a_batch_and_with_holes_agree(kind, kernel):
             spread_ids[places], spread_mask[places] = ids[row, m.bool()], 1
             ids[row], mask[row] = spread_ids, spread_mask
         spread = grid_log_probs(model, ids, mask, TRIE)
-    assert len(holes) == 40
     torch.testing.assert_close(together, alone, atol=2e-5, rtol=0)
     torch.testing.assert_close(spread, alone, atol=2e-5, rtol=0)
 
@@ -114,7 +110,13 @@ def plain_kernel(*args, **kwargs):
 
 AttentionInterface.register("a_kernel_of_ones_own", plain_kernel)
 AttentionMaskInterface.register("a_kernel_of_ones_own", sdpa_mask)
-SLOW = {"mamba": "sdpa", "lfm2": "sdpa", "bloom": "sdpa", "gemma3": "a_kernel_of_ones_own", "llama": "a_kernel_of_ones_own"}
+SLOW = {
+    "mamba": "eager",
+    "lfm2": "sdpa",
+    "bloom": "eager",
+    "gemma3": "a_kernel_of_ones_own",
+    "llama": "a_kernel_of_ones_own",
+}
 
 
 @pytest.mark.parametrize("kind", SLOW)
@@ -127,10 +129,9 @@ def test_what_takes_no_tree_mask_is_run_number_by_number_with_a_warning(kind, ca
             torch.testing.assert_close(found.double(), expected, atol=5e-5, rtol=0)
         single = grid_log_probs(model, *padded(ROWS), TokenTrie([(20,), (6,)]))
         torch.testing.assert_close(single.double(), brute_force(model, ROWS, [(20,), (6,)]), atol=5e-5, rtol=0)
-    assert len(caplog.records) == 1
-    name = "a_kernel_of_ones_own" if SLOW[kind] != "sdpa" else type(model).__name__
-    assert name in caplog.text
-    assert "every number is run by itself" in caplog.text
+    (told,) = [r.getMessage() for r in caplog.records if "language_model_relish" in r.name]
+    assert ("a_kernel_of_ones_own" if SLOW[kind] == "a_kernel_of_ones_own" else type(model).__name__) in told
+    assert "every number is run by itself" in told
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
@@ -159,7 +160,7 @@ def test_row_without_a_token_and_logits_that_are_not_finite_are_errors():
         last_logits(model, ids, torch.zeros_like(mask))
     with pytest.raises(NonFiniteStatesError, match="logits"):
         last_logits(broken, ids, mask)
-    slow = tiny_language_model("bloom")
+    slow = tiny_language_model("bloom", kernel="eager")
     slow.lm_head.weight.data[200] = math.nan
     with pytest.raises(NonFiniteStatesError, match="logits"):
         grid_log_probs(slow, ids, mask, TRIE)
@@ -190,7 +191,7 @@ def test_expected_numbers_of_texts_equal_brute_force(kind):
     grid = NumberGrid.between(0, 5, 0.5, terminator="\n").resolve(tokenizer, TEMPLATE)
     assert len(TokenTrie(grid.tokens)) > 5
     rows = prompts(tokenizer)
-    assert min(map(len, rows)) > WINDOW
+    assert max(map(len, rows[:6])) > 2 * WINDOW
     language_model = tiny_language_model(kind)
     assert no_tree_mask(language_model) is None
     with torch.no_grad():

@@ -6,7 +6,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny import TEXTS, TOKENIZERS, byte_bpe_tokenizer, digit_bpe_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
+from tiny import (
+    TEXTS,
+    TOKENIZERS,
+    byte_bpe_tokenizer,
+    digit_bpe_tokenizer,
+    sentencepiece_tokenizer,
+    wordpiece_tokenizer,
+)
 from tokenizers import normalizers
 from transformers import AutoTokenizer
 
