@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from .backbone_relish import check_rows
+from .backbone_relish import check_finite, check_rows
 from .number_grid_relish import TokenTrie
 
 logger = logging.get_logger(__name__)
@@ -34,7 +34,7 @@ def grid_log_probs(
         trie: The grid's tokens.
 
     Raises:
-        EmptyRowError: for a row without a token.
+        EmptyRowError, NonFiniteStatesError: for a row without a token, and for logits that are not finite.
     """
     if len(trie) == 0:
         return trie.log_probs(last_logits(model, input_ids, attention_mask)[:, None])
@@ -52,7 +52,9 @@ def last_logits(model: nn.Module, input_ids: torch.Tensor, attention_mask: torch
     """Return (B, V) logits after the prompt's last token; arguments as [`grid_log_probs`]."""
     check_rows(attention_mask)
     ids, mask = pad_left(input_ids, attention_mask)
-    return _logits(model, ids, mask.long(), mask.long().cumsum(1).sub(1).clamp(min=0), 1)[:, 0]
+    logits = _logits(model, ids, mask.long(), mask.long().cumsum(1).sub(1).clamp(min=0), 1)
+    check_finite(logits, torch.ones_like(logits[..., 0]), "the language model's logits")
+    return logits[:, 0]
 
 
 def pad_left(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,6 +160,6 @@ def _one_by_one(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, trie: T
         everything = torch.cat([ids, tokens[:, :-1]], dim=1)
         seen = torch.cat([mask, torch.ones_like(tokens[:, :-1], dtype=torch.bool)], dim=1)
         positions = seen.long().cumsum(1).sub(1).clamp(min=0)
-        logits = _logits(model, everything, seen.long(), positions, len(sequence)).float()
-        found.append(torch.log_softmax(logits, -1).gather(-1, tokens[..., None]).sum((1, 2)))
-    return torch.stack(found, dim=1)
+        logits = _logits(model, everything, seen.long(), positions, len(sequence))
+        found.append(TokenTrie([sequence]).log_probs(logits))
+    return torch.cat(found, dim=1)

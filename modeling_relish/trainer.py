@@ -308,8 +308,7 @@ def _relish_model(
         if number_grid is not None:
             raise RelishConfigError("a RELISH model has its number grid from from_backbone(number_grid=...).")
         return model
-    is_causal_lm = isinstance(model, PreTrainedModel) and hasattr(model, "lm_head")
-    if number_grid is None or not is_causal_lm:
+    if number_grid is None or not isinstance(model, PreTrainedModel):
         raise RelishConfigError(
             "RelishTrainer trains a RelishForSequenceRegression, or a causal language model with number_grid=...; got "
             f"{type(model).__name__}{'' if number_grid is None else ' with a number_grid'}."
