@@ -36,6 +36,7 @@ DEV = [
     "ruff>=0.17.6",
     "scikit-learn>=1.9.1",
     "tensorboard>=2.21.0",
+    "bitsandbytes>=0.50.2",  # QLoRA; runs on CPUs too
 ]
 
 setup(

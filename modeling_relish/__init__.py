@@ -6,7 +6,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from .configuration_relish import RelishConfig
 from .modeling_relish import RelishForSequenceRegression
-from .pipeline_relish import register_pipelines
 
 if TYPE_CHECKING:
     from .features import FeatureCache
@@ -38,10 +37,17 @@ _LAZY = {
     "regression_metrics": "metrics",
 }
 
+
+def _write_card(config: RelishConfig, **kwargs: Any) -> str:
+    from .model_card import model_card
+
+    return model_card(config, **kwargs)
+
+
 AutoConfig.register(RelishConfig.model_type, RelishConfig, exist_ok=True)
 AutoModel.register(RelishConfig, RelishForSequenceRegression, exist_ok=True)
 AutoModelForSequenceClassification.register(RelishConfig, RelishForSequenceRegression, exist_ok=True)
-register_pipelines()
+RelishForSequenceRegression.card_writer = staticmethod(_write_card)
 
 
 def __getattr__(name: str) -> Any:

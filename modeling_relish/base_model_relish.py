@@ -4,26 +4,49 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.quantizers import AutoQuantizationConfig
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+    has_file,
+    logging,
+)
 
 from .backbone_relish import (
     BackboneError,
     check_architecture,
+    check_language_model,
     cut_backbone,
     cut_config,
     model_kwargs,
     remove_final_norm,
     shallow_copy,
 )
+from .configuration_relish import RelishConfig
 
 EMBEDDED_PREFIX = "embedded:"
+_HUB_ID = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")
+# What `cached_file` takes of the keywords of `from_pretrained`.
+FILE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+# What a base model takes of them.
+BACKBONE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "attn_implementation", "device_map",
+                    "dtype", "max_memory", "offload_folder", "quantization_config")  # fmt: skip
+
+
+class UnreachableError(BackboneError, OSError):
+    """A checkpoint or a base model whose files cannot be read: missing, private, or a download that broke off."""
 
 
 class BackboneMismatchError(BackboneError):
@@ -40,6 +63,8 @@ def resolve_backbone(name_or_path: str) -> str:
     if not name_or_path.startswith(EMBEDDED_PREFIX):
         return name_or_path
     name = name_or_path.removeprefix(EMBEDDED_PREFIX)
+    if not _HUB_ID.fullmatch(name) or "/" in name or ".." in name:
+        raise BackboneError(f"{name_or_path!r} is no name of an embedded backbone: it must not lead to another folder.")
     folder = cache_root() / "backbones" / name
     if not (folder / "config.json").is_file():
         raise BackboneError(
@@ -49,12 +74,84 @@ def resolve_backbone(name_or_path: str) -> str:
     return str(folder)
 
 
+def is_local_name(name: str) -> bool:
+    """Whether a base model's name can only be a folder, of this machine or of another: no Hub id and no `embedded:NAME`."""
+    return not name.startswith(EMBEDDED_PREFIX) and (".." in name or not _HUB_ID.fullmatch(name))
+
+
+def base_path(name_or_path: str) -> str:
+    """Return where a base model is loaded from: its folder, or its Hub id.
+
+    Raises:
+        BackboneError: for what is neither: a folder of another machine, or a path that leads outside.
+    """
+    if is_local_name(name_or_path) and not Path(name_or_path).is_dir():
+        raise BackboneError(
+            f"the base model {name_or_path!r} cannot be loaded: it is no folder of this machine, and no Hub id. Tell where it is "
+            "with backbone_name_or_path=, or pass a loaded one with backbone=."
+        )
+    return resolve_backbone(name_or_path)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn what goes wrong while files are read or fetched into an [`UnreachableError`] that names what was wanted."""
+    try:
+        yield
+    except BackboneError:
+        raise
+    except OSError as error:
+        hint = " Log in with `hf auth login`, set HF_TOKEN, or pass token=." if "401" in str(error) else ""
+        raise UnreachableError(f"{what} cannot be loaded: {error}{hint}") from error
+    except Exception as error:
+        if not type(error).__module__.startswith("httpx"):
+            raise
+        raise UnreachableError(f"{what} cannot be loaded, the connection broke off: {error}. Run it again.") from error
+
+
+def check_safetensors(what: str, path: str, hub: Mapping[str, Any]) -> None:
+    """Refuse weights that are not in safetensors, by the name of their file: a pickle can run code.
+
+    Args:
+        what: What is loaded, for the message.
+        path: Folder or Hub id.
+        hub: Keywords of `from_pretrained`; those that say where files lie are used.
+    """
+    hub = {k: hub[k] for k in FILE_KWARGS if hub.get(k) is not None}
+    with reading(what):
+        if any(_has(path, name, hub) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+            return
+        found = [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if _has(path, name, hub)]
+    pickle = (
+        f" It has {found[0]}, a pickle, which can run code and is never read: convert it once with "
+        "AutoModel.from_pretrained(...).save_pretrained(folder), if you trust it, and name that folder."
+    )
+    raise BackboneError(f"{what} has no {SAFE_WEIGHTS_NAME}.{pickle if found else ''}")
+
+
+def _has(path: str, name: str, hub: Mapping[str, Any]) -> bool:
+    if Path(path).is_dir():
+        return (Path(path) / hub.get("subfolder", "") / name).is_file()
+    if name.endswith(".bin") or name.endswith(".bin.index.json"):  # only asked after, never fetched
+        return has_file(path, name, **{k: hub[k] for k in ("cache_dir", "token", "revision") if k in hub})
+    return cached_file(path, name, **hub, _raise_exceptions_for_missing_entries=False) is not None
+
+
 def whole_config(name: str, hub: dict[str, Any]) -> PreTrainedConfig:
     """Read the text configuration of a whole backbone, by its name."""
+    return _read_config(name, base_path(name), hub).get_text_config()
+
+
+def _read_config(name: str, path: str, hub: dict[str, Any]) -> PreTrainedConfig:
+    what = f"the base model {name!r}{_at(hub)}"
     try:
-        return AutoConfig.from_pretrained(resolve_backbone(name), **hub).get_text_config()
-    except (OSError, ValueError) as error:
-        raise BackboneError(f"the base model {name!r} cannot be loaded: {error}") from error
+        with reading(what):
+            # False, not None: with None transformers asks on the terminal whether to run the code of who wrote the checkpoint.
+            return AutoConfig.from_pretrained(path, trust_remote_code=False, **hub)
+    except BackboneError:
+        raise
+    except ValueError as error:
+        raise BackboneError(f"{what} cannot be loaded: {error}") from error
 
 
 def load_backbone(
@@ -71,14 +168,9 @@ def load_backbone(
     Raises:
         BackboneError: if it is not found, is an encoder-decoder, cannot be cut, or lacks weights.
     """
-    path = resolve_backbone(name_or_path)
-    hub = {
-        k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only", "force_download") if k in kwargs
-    }
-    try:
-        whole = AutoConfig.from_pretrained(path, **hub)
-    except (OSError, ValueError) as error:
-        raise BackboneError(f"the base model {name_or_path!r}{_at(hub)} cannot be loaded: {error}") from error
+    path = base_path(name_or_path)
+    hub = {k: kwargs[k] for k in FILE_KWARGS if k in kwargs}
+    whole = _read_config(name_or_path, path, hub)
     text_config = whole.get_text_config()
     check_architecture(text_config, causal_lm)
     if causal_lm and text_config is not whole:
@@ -100,12 +192,14 @@ def load_backbone(
 def _from_pretrained(
     path: str, name: str, config: PreTrainedConfig, kwargs: dict[str, Any], auto_class: Any = AutoModel
 ) -> PreTrainedModel:
+    what = f"the base model {name!r}{_at(kwargs)}"
+    check_safetensors(what, path, kwargs)
+    kwargs = {**kwargs, "use_safetensors": True, "trust_remote_code": False}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the layers above the cut are reported as unexpected; what is missing is checked below
     try:
-        backbone, info = auto_class.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
-    except OSError as error:
-        raise BackboneError(f"the base model {name!r}{_at(kwargs)} cannot be loaded: {error}") from error
+        with reading(what):
+            backbone, info = auto_class.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
     finally:
         logging.set_verbosity(verbosity)
     missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
@@ -114,6 +208,54 @@ def _from_pretrained(
             f"the base model {name!r} lacks {len(missing)} weights, as {missing[:3]}; it would be partly random."
         )
     return backbone
+
+
+def bounded_length(max_length: int, config: Any, num_appended_tokens: int = 0) -> int:
+    """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index).
+
+    Tokens that are run after the prompt, as those of numbers, need positions too.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if not positions:
+        return max_length
+    offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
+    return min(max_length, positions - offset - num_appended_tokens)
+
+
+def load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
+    """Load the base model that a checkpoint names; `kwargs` are those of `from_pretrained`."""
+    if not config.backbone_name_or_path:
+        raise BackboneError(
+            f"the checkpoint {config.name_or_path!r} holds no backbone and names no base model; pass backbone=, or start a model "
+            "on it with from_backbone."
+        )
+    loading = {k: kwargs[k] for k in BACKBONE_KWARGS if kwargs.get(k) is not None}
+    if config.dtype is not None:  # the dtype at saving, so that the scores are the same to the bit
+        loading.setdefault("dtype", config.dtype)
+    if (quantization := getattr(config, "quantization_config", None)) is not None:  # and the same weights
+        loading.setdefault("quantization_config", AutoQuantizationConfig.from_dict(dict(quantization)))
+    if isinstance(loading.get("device_map"), dict):
+        inner = {k.removeprefix("backbone").removeprefix("."): v for k, v in loading["device_map"].items()}
+        loading["device_map"] = {k: v for k, v in inner.items() if not k.startswith("score")}
+    if config.backbone_revision:
+        loading["revision"] = config.backbone_revision
+    return load_backbone(
+        config.backbone_name_or_path, config.cut_layer, causal_lm=config.reads_language_model, **loading
+    )
+
+
+def share_base(backbone: PreTrainedModel, config: RelishConfig) -> PreTrainedModel:
+    """Cut a loaded base model as a head-only checkpoint reads it, the given object left as it is."""
+    if config.reads_language_model:
+        check_language_model(backbone)
+        return backbone
+    bare = without_pooler(bare_model(backbone))
+    if bare.config.num_hidden_layers == config.num_hidden_layers:
+        return cut_backbone(bare, config.cut_layer)
+    raise BackboneError(
+        f"the backbone passed in has {bare.config.num_hidden_layers} layers, the checkpoint's base model "
+        f"{config.backbone_name_or_path!r} has {config.num_hidden_layers}."
+    )
 
 
 def _at(kwargs: Mapping[Any, Any]) -> str:
@@ -146,25 +288,86 @@ def weights_digest(backbone: nn.Module) -> str:
 
 
 @torch.no_grad()
-def backbone_fingerprint(backbone: nn.Module) -> str | None:
-    """Digest a backbone's weights cheaply: name, shape and 16 spread values of every tensor.
+def backbone_fingerprint(backbone: nn.Module, *, fine: bool = False) -> str | None:
+    """Digest a backbone's weights cheaply: name, shape and 16 spread values of every tensor; those of an adapter do not count.
 
     fp32 is rounded to bf16, so that a checkpoint digests alike in both. The text before the colon names the dtypes: digests
     can be compared only where it is equal. `None` while the weights are on the meta device.
+
+    Args:
+        backbone: A bare model, or one with an adapter in it.
+        fine: 256 values of every tensor, not rounded: for a change within one process that may be small.
     """
     digest = hashlib.sha256()
     dtypes = set()
-    for name, parameter in sorted(backbone.named_parameters()):
+    for name, parameter in sorted(_base_parameters(backbone)):
         if parameter.is_meta:
             return None
         flat = parameter.detach().reshape(-1)
-        where = torch.linspace(0, flat.numel() - 1, 16, dtype=torch.float64).long().to(flat.device)
+        where = torch.linspace(0, flat.numel() - 1, 256 if fine else 16, dtype=torch.float64).long().to(flat.device)
         values = flat[where]
-        values = values.to(torch.bfloat16) if values.dtype == torch.float32 else values
+        values = values.to(torch.bfloat16) if values.dtype == torch.float32 and not fine else values
         dtypes.add(str(values.dtype).removeprefix("torch."))
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(values.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return f"{'+'.join(sorted(dtypes))}:{digest.hexdigest()[:32]}"
+
+
+def realign(head: torch.nn.Module) -> None:
+    """Copy weights out of the mapped file: at odd addresses, products of one row round otherwise than before saving."""
+    for parameter in head.parameters():
+        if not parameter.is_meta and parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone()
+
+
+def bring_back(head: nn.Module) -> None:
+    """Bring back a head that `device_map` has offloaded to CPU or disk, to stay where it computes.
+
+    It is small, and it reads weights of its parts without calling them, which is where accelerate would bring them.
+    """
+    if not any(parameter.is_meta for parameter in head.parameters()):
+        return
+    try:
+        from accelerate.hooks import remove_hook_from_module
+    except ImportError as error:
+        raise BackboneError("an offloaded model needs the package accelerate: pip install accelerate.") from error
+    for module in head.modules():
+        outer = getattr(module, "_hf_hook", None)
+        for hook in getattr(outer, "hooks", [outer]):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.is_meta and getattr(hook, "weights_map", None) is not None:
+                    value = hook.weights_map[name].to(parameter.dtype)
+                    module._parameters[name] = nn.Parameter(value, parameter.requires_grad)
+    remove_hook_from_module(head, recurse=True)
+
+
+def keep_4_bit_weights(backbone: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights at the first evaluation on a CPU with AVX512-BF16.
+
+    No gradient passes packed weights, and what undoes the packing, which taking a state dict does, brings other weights back
+    (bitsandbytes 0.50).
+    """
+    for module in backbone.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def quantization_of(backbone: PreTrainedModel) -> dict[str, Any] | None:
+    """Return how a backbone was quantised as it was loaded, for its configuration."""
+    found: Any = getattr(backbone.config, "quantization_config", None)
+    return found.to_dict() if hasattr(found, "to_dict") else found
+
+
+def _base_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters under the names that they have without an adapter, which PEFT puts around a layer."""
+    wrapped = {name for name, module in backbone.named_modules() if hasattr(module, "base_layer")}
+    for name, parameter in backbone.named_parameters():
+        parts = name.split(".")
+        owner = next((".".join(parts[:i]) for i in range(len(parts)) if ".".join(parts[:i]) in wrapped), None)
+        if owner is None:
+            yield name, parameter
+        elif name.startswith(f"{owner}.base_layer."):
+            yield f"{owner}.{name.removeprefix(f'{owner}.base_layer.')}", parameter
 
 
 def fingerprints_differ(one: str | None, other: str | None) -> bool:

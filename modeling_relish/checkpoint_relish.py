@@ -1,4 +1,4 @@
-"""Checkpoints: the head alone, completed from the base model that it names, or everything."""
+"""Checkpoints: the head alone, completed from the base model that it names, an adapter and the head, or everything."""
 
 from __future__ import annotations
 
@@ -10,35 +10,49 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import resolve_revision
 
+from .adapter_relish import Adapter, adapter_config, find_adapter, put_on, save_adapter
 from .backbone_relish import BackboneError, check_architecture, check_language_model, cut_backbone
 from .base_model_relish import (
+    BACKBONE_KWARGS,
+    FILE_KWARGS,
     BackboneMismatchError,
     backbone_fingerprint,
     bare_model,
+    bounded_length,
+    bring_back,
+    check_safetensors,
     fingerprints_differ,
+    keep_4_bit_weights,
     load_backbone,
+    load_base,
+    quantization_of,
+    reading,
+    realign,
     resolve_backbone,
+    share_base,
     whole_config,
     without_pooler,
 )
 from .configuration_checks_relish import LM_HEADS, RelishConfigError
 from .configuration_relish import RelishConfig
+from .hub_relish import HubMixin, write_code
 from .number_grid_relish import NumberGrid
 from .text_relish import PromptTemplate
 
-_HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-_BACKBONE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "attn_implementation", "device_map",
-                    "dtype", "max_memory", "offload_folder", "quantization_config")  # fmt: skip
 
-
-class RelishPreTrainedModel(PreTrainedModel):
-    """`PreTrainedModel` whose checkpoint may hold the head alone."""
+class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
+    """`PreTrainedModel` whose checkpoint may hold the head alone, and brings its code and its card along."""
 
     config_class = RelishConfig
     base_model_prefix = "backbone"
-    # The weights' digest when they came from the base model; None means they must be saved with the head.
+    # The weights' digests when they came from the base model; None means they must be saved with the head. The second is of
+    # more values and not rounded: what an adapter adds when it is merged may be less than the first one sees.
     _base_fingerprint: str | None = None
+    # Where its files were read from, for those that are read later; a token is remembered here and nowhere else.
+    _file_kwargs: dict[str, Any] = {}  # noqa: RUF012
+    _base_fine_fingerprint: str | None = None
 
     # Set by the subclass.
     backbone: PreTrainedModel
@@ -61,7 +75,7 @@ class RelishPreTrainedModel(PreTrainedModel):
             BackboneError: if the backbone cannot be loaded or cut.
             RelishConfigError: for an unknown or impossible setting.
         """
-        loading = {k: kwargs.pop(k) for k in _BACKBONE_KWARGS if k in kwargs}
+        loading = {k: kwargs.pop(k) for k in BACKBONE_KWARGS if k in kwargs}
         tokenizer = kwargs.pop("tokenizer", None)
         known = set(RelishConfig.__dataclass_fields__) | {"num_labels", "id2label", "label2id"}
         if unknown := sorted(set(kwargs) - known):
@@ -83,14 +97,14 @@ class RelishPreTrainedModel(PreTrainedModel):
             if Path(name).is_dir():  # a relative folder would mean another one from another place
                 name = str(Path(name).resolve())
             hub = {"revision": revision} if revision else {}
-            backbone_config = whole_config(name, {**hub, **{k: loading[k] for k in _HUB_KWARGS if k in loading}})
+            backbone_config = whole_config(name, {**hub, **{k: loading[k] for k in FILE_KWARGS if k in loading}})
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer
             loaded = load_backbone(name, cut, causal_lm=causal_lm, **hub, **loading)
-        grid = None
+        max_length, grid_tokens = kwargs.get("max_length", RelishConfig.max_length), 0
         if kwargs.get("number_grid") is not None:
             grid = _resolved_grid(kwargs, tokenizer, name, revision)
-            kwargs["number_grid"] = grid.to_dict()
-        kwargs["max_length"] = bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config, grid)
+            kwargs["number_grid"], grid_tokens = grid.to_dict(), grid.num_appended_tokens
+        kwargs["max_length"] = bounded_length(max_length, backbone_config, grid_tokens)
         config = RelishConfig(
             backbone_name_or_path=name, backbone_revision=revision, backbone_config=backbone_config, **kwargs
         )
@@ -127,7 +141,7 @@ class RelishPreTrainedModel(PreTrainedModel):
         backbone: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Load a checkpoint: the head alone, completed from the base model it names, or everything.
+        """Load a checkpoint: the head alone or an adapter and the head, completed from the base model it names, or everything.
 
         Args:
             pretrained_model_name_or_path: Hub id or folder.
@@ -140,28 +154,82 @@ class RelishPreTrainedModel(PreTrainedModel):
             BackboneError: if the base model is missing or incomplete (the message names it), or `backbone` is given for a
                 checkpoint that holds its own.
             BackboneMismatchError: if its weights are not those the head was trained on.
+            AdapterError: if an adapter lacks the head or does not fit.
         """
+        name = os.fspath(pretrained_model_name_or_path)
+        which = {k: kwargs[k] for k in ("token", "cache_dir") if k in kwargs}
+        offline = bool(kwargs.get("local_files_only"))
+        # Once, so that config, weights and tokenizer are of one commit.
+        kwargs["revision"] = resolve_revision(name, kwargs.get("revision"), local_files_only=offline, **which)
+        hub = {k: kwargs[k] for k in FILE_KWARGS if k in kwargs}
+        adapter = find_adapter(name, kwargs, hub)
         if not isinstance(config, RelishConfig):
             own = {k: kwargs.pop(k) for k in list(kwargs) if k in RelishConfig.__dataclass_fields__ and k != "dtype"}
-            hub = {k: kwargs[k] for k in _HUB_KWARGS if k in kwargs}
-            config = RelishConfig.from_pretrained(config or pretrained_model_name_or_path, **hub, **own)
+            with reading(f"the checkpoint {name!r}"):
+                if adapter is not None and config is None:
+                    config = adapter_config(adapter, **own)
+                else:
+                    config = RelishConfig.from_pretrained(config or name, **hub, **own)
+        if config.backbone_config is None:
+            raise BackboneError(
+                f"{name!r} is no RELISH checkpoint. Start a model on a language model with from_backbone(...)."
+            )
+        if adapter is not None:
+            return cls._from_adapter(adapter, config, backbone, kwargs)
         if config.backbone_in_checkpoint and backbone is not None:
             # The base model's fingerprint would fit, and its untrained weights would give another score.
             raise BackboneError(
-                f"the checkpoint {os.fspath(pretrained_model_name_or_path)!r} holds its own backbone weights, "
-                "which may be trained; leave backbone= out."
+                f"the checkpoint {name!r} holds its own backbone weights, which may be trained; leave backbone= out."
             )
+        check_safetensors(f"the checkpoint {name!r}", name, kwargs)
+        later = {
+            k: kwargs[k] for k in ("cache_dir", "local_files_only", "token", "revision") if kwargs.get(k) is not None
+        }
         if config.backbone_in_checkpoint:
-            loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
-            _realign(loaded[0].score if isinstance(loaded, tuple) else loaded.score)
-            return loaded
+            return cls._whole_from_pretrained(name, later, *model_args, config=config, **kwargs)
         loading_info = kwargs.pop("output_loading_info", False)
-        config.name_or_path = os.fspath(pretrained_model_name_or_path)
-        base = _load_base(config, kwargs) if backbone is None else _share_base(backbone, config)
+        config.name_or_path = name
+        base = load_base(config, kwargs) if backbone is None else share_base(backbone, config)
         model = cls(config, base)._adopt_base(base)
-        model._load_head(pretrained_model_name_or_path, {k: kwargs[k] for k in _HUB_KWARGS if k in kwargs})
+        model._file_kwargs = later
+        model._load_head(name, {k: kwargs[k] for k in FILE_KWARGS if k in kwargs})
         model.eval()
-        info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": ""}
+        return (model, _nothing_missing()) if loading_info else model
+
+    @classmethod
+    def _from_adapter(
+        cls, adapter: Adapter, config: RelishConfig, backbone: PreTrainedModel | None, kwargs: dict[str, Any]
+    ) -> Any:
+        """Build the model that an adapter stands on, the language model or a saved RELISH model, and put it there."""
+        loading_info = kwargs.pop("output_loading_info", False)
+        config.name_or_path = adapter.source
+        if (base_name := adapter.base(config)) is not None:
+            more = {k: v for k, v in kwargs.items() if k not in ("revision", "subfolder")}
+            revision = adapter.settings.get("revision")
+            model = cls.from_pretrained(
+                base_name, config=config, backbone=backbone, **more, **({"revision": revision} if revision else {})
+            )
+        else:
+            base = load_base(config, kwargs) if backbone is None else share_base(backbone, config)
+            model = cls(config, base)._adopt_base(base)
+        put_on(model, adapter)
+        return (model, _nothing_missing()) if loading_info else model
+
+    @classmethod
+    def _whole_from_pretrained(cls, name: str, later: dict[str, Any], *model_args: Any, **kwargs: Any) -> Any:
+        loading_info = kwargs.pop("output_loading_info", False)
+        kwargs = {**kwargs, "use_safetensors": True, "output_loading_info": True}
+        with reading(f"the checkpoint {name!r}"):
+            loaded: Any = super().from_pretrained(name, *model_args, **kwargs)
+        model, info = loaded
+        if info["missing_keys"] and not kwargs.get("ignore_mismatched_sizes"):
+            raise BackboneError(
+                f"the checkpoint {name!r} lacks {len(info['missing_keys'])} weights, as {sorted(info['missing_keys'])[:3]}; they "
+                "would be random. A head pushed earlier under the same name can hide the shards of a whole model."
+            )
+        model._file_kwargs = later
+        bring_back(model.score)
+        realign(model.score)
         return (model, info) if loading_info else model
 
     def _adopt_base(self, base: PreTrainedModel) -> Any:
@@ -176,7 +244,12 @@ class RelishPreTrainedModel(PreTrainedModel):
             )
         if expected is None and self.config.backbone_name_or_path is not None:
             self.config.backbone_fingerprint = found
-        self._base_fingerprint = found if self.config.backbone_name_or_path is not None else None
+        if self.config.backbone_name_or_path is not None:
+            self._base_fingerprint, self._base_fine_fingerprint = found, backbone_fingerprint(base, fine=True)
+        keep_4_bit_weights(base)
+        for name in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # by these PEFT and Trainer know that it is quantised
+            if getattr(base, name, False):
+                setattr(self, name, True)
         self.backbone.requires_grad_(False)
         self.backbone.eval()
         device = next((p.device for p in base.parameters() if not p.is_meta), torch.device("cpu"))
@@ -186,17 +259,16 @@ class RelishPreTrainedModel(PreTrainedModel):
             self.hf_device_map = {**prefixed, "score": device}
         return self
 
-    def _load_head(self, name: str | os.PathLike, hub: dict[str, Any]) -> None:
-        file = cached_file(os.fspath(name), SAFE_WEIGHTS_NAME, **hub)
-        if file is None:
-            raise BackboneError(f"the checkpoint {os.fspath(name)!r} has no {SAFE_WEIGHTS_NAME}.")
+    def _load_head(self, name: str, hub: dict[str, Any]) -> None:
+        with reading(f"the checkpoint {name!r}"):
+            file: Any = cached_file(name, SAFE_WEIGHTS_NAME, **hub)
         state = {k.removeprefix("score."): v for k, v in load_file(file).items() if k.startswith("score.")}
         expected = self.score.state_dict()
         wrong = sorted(k for k in expected if k not in state or state[k].shape != expected[k].shape)
         wrong += sorted(set(state) - set(expected))
         if wrong:
             raise BackboneError(
-                f"the checkpoint {os.fspath(name)!r} does not hold the head that its config describes; it differs in {wrong[:4]} "
+                f"the checkpoint {name!r} does not hold the head that its config describes; it differs in {wrong[:4]} "
                 f"({len(wrong)} in all)."
             )
         self.score.load_state_dict(state)
@@ -225,25 +297,42 @@ class RelishPreTrainedModel(PreTrainedModel):
         state_dict: dict[str, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save the head alone while the backbone's weights are the base model's, else everything.
+        """Save the head alone while the backbone's weights are the base model's, with an adapter where one is on it, else all.
 
         Args:
             save_directory: Folder; created if missing.
             is_main_process: As in `PreTrainedModel.save_pretrained`.
             save_backbone: `True` writes everything; `False` the head alone, and raises where that would lose trained
-                backbone weights; `None` decides by whether they were touched.
+                backbone weights; `None` decides by whether they were touched (in a push: as that was told).
             state_dict: Weights to save instead of the model's own (Trainer under FSDP or DeepSpeed).
             **kwargs: For `PreTrainedModel.save_pretrained`.
 
         Raises:
             BackboneError: if `save_backbone=False` would lose weights, or the folder holds the base model itself.
         """
+        if save_backbone is None and self._push_settings is not None:
+            save_backbone = self._push_settings["save_backbone"]
+        if kwargs.get("push_to_hub"):
+            self._check_base(save_backbone)
+        if self.has_adapter:
+            if save_backbone:
+                raise BackboneError("save_backbone=True needs the adapter merged first: peft_model.merge_and_unload().")
+            if is_main_process:
+                save_adapter(self, save_directory, next(iter(self.peft_config)), state_dict)
+                write_code(save_directory)
+                self._save_card(save_directory)
+            return
         untouched = self.backbone_is_untouched()
         if save_backbone is False and not untouched:
             raise BackboneError(
                 "save_backbone=False would lose weights: this backbone was trained, or no base model is named."
             )
         whole = (not untouched) if save_backbone is None else save_backbone
+        if whole and quantization_of(self.backbone) is not None:
+            raise BackboneError(
+                "a quantised backbone is not saved, only named: its base model must have a name. Merge an adapter into the "
+                "base model loaded without quantization_config."
+            )
         base = self.config.backbone_name_or_path
         if base and Path(resolve_backbone(base) if not whole else base).resolve() == Path(save_directory).resolve():
             raise BackboneError(f"{os.fspath(save_directory)!r} holds the base model itself; save into another folder.")
@@ -253,22 +342,43 @@ class RelishPreTrainedModel(PreTrainedModel):
             )
             state_dict = {k: v for k, v in state.items() if k.startswith("score.")}
         self.config.backbone_in_checkpoint = whole
+        self._forget_old_figures()
+        if is_main_process:
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            write_code(save_directory)
+            self._save_card(save_directory)
+        if not whole and (quantization := quantization_of(self.backbone)) is not None:
+            self.config.quantization_config = quantization
         super().save_pretrained(save_directory, is_main_process, state_dict=state_dict, **kwargs)
 
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go: the first device with weights on it. Those that accelerate has offloaded are on none (meta)."""
+        offloaded = torch.device("cpu" if getattr(self, "hf_device_map", None) else "meta")
+        return next((p.device for p in self.parameters() if not p.is_meta), offloaded)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether PEFT has put an adapter on the model."""
+        return bool(getattr(self, "peft_config", None))
+
     def backbone_is_untouched(self) -> bool:
-        """Whether the backbone's weights are still those of the base model that the config names."""
+        """Whether the backbone's weights are still those of the base model that the config names, and nothing is on them."""
+        trained = any(p.requires_grad for p in self.backbone.parameters())
+        return not trained and not self.has_adapter and self.base_is_named()
+
+    def base_is_named(self) -> bool:
+        """Whether the backbone's weights, an adapter's own apart, are those of the base model that the config names."""
         if self._base_fingerprint is None or self.config.backbone_name_or_path is None:
             return False
-        if any(p.requires_grad for p in self.backbone.parameters()):
-            return False
-        return not fingerprints_differ(self._base_fingerprint, backbone_fingerprint(self.backbone))
+        return not (
+            fingerprints_differ(self._base_fingerprint, backbone_fingerprint(self.backbone))
+            or fingerprints_differ(self._base_fine_fingerprint, backbone_fingerprint(self.backbone, fine=True))
+        )
 
 
-def _realign(head: torch.nn.Module) -> None:
-    """Copy weights out of the mapped file: at odd addresses, products of one row round otherwise than before saving."""
-    for parameter in head.parameters():
-        if not parameter.is_meta and parameter.data_ptr() % 64:
-            parameter.data = parameter.data.clone()
+def _nothing_missing() -> dict[str, Any]:
+    return {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": ""}
 
 
 def _resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, revision: str | None) -> NumberGrid:
@@ -284,48 +394,3 @@ def _resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, r
         )
     template = settings.get("prompt_template", RelishConfig.prompt_template)
     return grid.resolve(tokenizer, template)
-
-
-def bounded_length(max_length: int, config: Any, grid: NumberGrid | None = None) -> int:
-    """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index).
-
-    The tokens of a grid's numbers, all but the last, follow the prompt and need positions too.
-    """
-    positions = getattr(config, "max_position_embeddings", None)
-    if not positions:
-        return max_length
-    offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
-    if grid is not None and grid.tokens is not None:
-        offset = max(map(len, grid.tokens)) - 1
-    return min(max_length, positions - offset)
-
-
-def _load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
-    if not config.backbone_name_or_path:
-        raise BackboneError(
-            f"the checkpoint {config.name_or_path!r} holds the head alone and names no base model; pass backbone=."
-        )
-    loading = {k: kwargs[k] for k in _BACKBONE_KWARGS if kwargs.get(k) is not None}
-    if config.dtype is not None:  # the dtype at saving, so that the scores are the same to the bit
-        loading.setdefault("dtype", config.dtype)
-    if isinstance(loading.get("device_map"), dict):
-        inner = {k.removeprefix("backbone").removeprefix("."): v for k, v in loading["device_map"].items()}
-        loading["device_map"] = {k: v for k, v in inner.items() if not k.startswith("score")}
-    if config.backbone_revision:
-        loading["revision"] = config.backbone_revision
-    return load_backbone(
-        config.backbone_name_or_path, config.cut_layer, causal_lm=config.reads_language_model, **loading
-    )
-
-
-def _share_base(backbone: PreTrainedModel, config: RelishConfig) -> PreTrainedModel:
-    if config.reads_language_model:
-        check_language_model(backbone)
-        return backbone
-    bare = without_pooler(bare_model(backbone))
-    if bare.config.num_hidden_layers == config.num_hidden_layers:
-        return cut_backbone(bare, config.cut_layer)
-    raise BackboneError(
-        f"the backbone passed in has {bare.config.num_hidden_layers} layers, the checkpoint's base model "
-        f"{config.backbone_name_or_path!r} has {config.num_hidden_layers}."
-    )

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from .cli_cache import cache
 from .cli_explain import explain
+from .cli_hub import push
 from .cli_score import evaluate, predict
 from .cli_train import train
 
@@ -17,7 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Fine-tune a small head on a frozen language model to answer with a number.",
 )
-for command in (train, predict, evaluate, explain):
+for command in (train, predict, evaluate, explain, push):
     app.command()(command)
 app.add_typer(cache, name="cache")
 errors = Console(stderr=True)
@@ -34,3 +35,7 @@ def main() -> None:
         line = " ".join(part.strip() for part in str(error).splitlines())  # transformers' own messages have several
         errors.print(line, markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
+
+
+if __name__ == "__main__":  # accelerate launch -m modeling_relish.cli predict ...
+    main()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from .cli_shared import (
     check_columns,
+    check_lengths,
     chunks,
     load_model,
     say,
@@ -19,6 +20,7 @@ from .cli_shared import (
     target_columns,
     write_json,
 )
+from .score_parts import ScoreParts, model_digest, process_rank, text_digest
 
 errors = Console(stderr=True)
 
@@ -42,29 +44,67 @@ def predict(
         Truncation | None, typer.Option(help="longest_first or error, for too long texts; default: the model's.")
     ] = None,
 ) -> None:
-    """Score a table's rows and write it with a prediction column, in input order."""
-    from .data import RowWriter, check_text, read_rows
-    from .text_relish import PromptTemplate
+    """Score a table's rows and write it with a prediction column, in input order; a run that was killed goes on.
 
+    Under `accelerate launch` or `torchrun` the processes share the rows, and the first writes the output.
+    """
+    from .data import RowWriter, read_rows
+
+    rank, world = process_rank()
     scorer = load_model(model)
-    fields = PromptTemplate(scorer.config.prompt_template).fields
     names = target_columns(scorer.config, column)
-    cut = None if truncation is None else truncation.value
-    rows = read_rows(data)
+    cut = (truncation.value if truncation else None) or scorer.config.truncation
+    writer = RowWriter(output)  # an output that cannot be written is told before anything is scored
+    texts = check_rows(scorer, data, names, cut)
+    parts = ScoreParts(writer.path, [model_digest(scorer), texts, cut, str(CHUNK_ROWS)])
     done = 0
-    with RowWriter(output) as writer:
-        for chunk in chunks(rows, CHUNK_ROWS):
-            check_columns(chunk, fields, names, data, done)
-            texts = [
-                {f: check_text(row[f], where=data, column=f, row=done + i) for f in fields}
-                for i, row in enumerate(chunk, 1)
-            ]
-            scores = score_rows(scorer, texts, data, done, batch_size=batch_size, truncation=cut)
-            for row, score in zip(chunk, scores.reshape(len(chunk), -1), strict=True):
+    for number, chunk in enumerate(chunks(read_rows(data), CHUNK_ROWS)):
+        fields = text_fields(scorer, chunk, data, done)
+        if number % world == rank and parts.read(number, text_digest(fields)) is None:
+            scores = score_rows(scorer, fields, data, done, batch_size=batch_size, truncation=cut)
+            parts.write(number, text_digest(fields), scores.reshape(len(chunk), -1))
+        done += len(chunk)
+        if rank == 0:
+            errors.print(f"{done} rows scored", end="\r", highlight=False)
+    if rank != 0:
+        return
+    done = 0
+    with writer:
+        for number, chunk in enumerate(chunks(read_rows(data), CHUNK_ROWS)):
+            scores = parts.wait(number, text_digest(text_fields(scorer, chunk, data, done)))
+            for row, score in zip(chunk, scores, strict=True):
                 writer.write({**row, **{name: float(f"{value:.7g}") for name, value in zip(names, score, strict=True)}})
             done += len(chunk)
-            errors.print(f"{done} rows scored", end="\r", highlight=False)
+    parts.remove()
     say(f"{done} rows written to {output}")
+
+
+def check_rows(scorer: Any, data: str, names: list[str], truncation: str) -> str:
+    """Read the whole table once, so that a bad row is told before the first one is scored; return its texts' digest."""
+    from .data import read_rows
+    from .text_relish import PromptTemplate
+
+    fields = PromptTemplate(scorer.config.prompt_template).fields
+    digest, done = "", 0
+    for chunk in chunks(read_rows(data), CHUNK_ROWS):
+        check_columns(chunk, fields, names, data, done)
+        texts = text_fields(scorer, chunk, data, done)
+        if truncation == Truncation.error.value:
+            check_lengths(scorer, texts, data, done)
+        digest = text_digest([{"before": digest}, *texts])
+        done += len(chunk)
+    return digest
+
+
+def text_fields(scorer: Any, rows: list[dict[str, Any]], data: str, done: int) -> list[dict[str, str]]:
+    """Return the template's fields of rows, checked; `done` rows of the table came before them."""
+    from .data import check_text
+    from .text_relish import PromptTemplate
+
+    fields = PromptTemplate(scorer.config.prompt_template).fields
+    return [
+        {f: check_text(row[f], where=data, column=f, row=done + i) for f in fields} for i, row in enumerate(rows, 1)
+    ]
 
 
 def evaluate(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -81,15 +83,33 @@ def load_model(name: str) -> Any:
     from .modeling_relish import RelishForSequenceRegression
 
     model = RelishForSequenceRegression.from_pretrained(name)
-    return model.to("cuda") if torch.cuda.is_available() else model
+    own_gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # set by accelerate launch and torchrun
+    return model.to(own_gpu) if torch.cuda.is_available() else model
 
 
 def score_rows(scorer: Any, texts: list[dict[str, str]], source: str, done: int = 0, **kwargs: Any) -> Any:
     """Predict; a text that is too long is told with its table and its row there, `done` rows after the first."""
+    with too_long_in(source, done):
+        return scorer.predict(texts, **kwargs)
+
+
+def check_lengths(scorer: Any, texts: list[dict[str, str]], source: str, done: int) -> None:
+    """Raise for the first text that is too long, as [`score_rows`] does under `truncation="error"`, without scoring."""
+    from .text_relish import PromptTemplate, encode_rows
+
+    template, tokenizer = PromptTemplate(scorer.config.prompt_template), scorer._own_tokenizer()
+    with too_long_in(source, done):
+        for _ in encode_rows(texts, template, tokenizer, scorer.config.max_length, "error"):
+            pass
+
+
+@contextmanager
+def too_long_in(source: str, done: int) -> Iterator[None]:
+    """Tell a text that is too long with its table and its row there."""
     from .text_relish import TextTooLongError
 
     try:
-        return scorer.predict(texts, **kwargs)
+        yield
     except TextTooLongError as error:
         place = re.sub(r"^row (\d+)", lambda found: f"{source}, row {done + int(found[1]) + 1}", str(error))
         raise TextTooLongError(place) from None

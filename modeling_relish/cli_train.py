@@ -73,6 +73,10 @@ def train(
     train_backbone: Annotated[
         bool, typer.Option("--train-backbone", help="Train every weight, not the head alone.")
     ] = False,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="Train LoRA on the backbone's linear layers with the head.")
+    ] = False,
+    lora_rank: Annotated[int, typer.Option(help="Rank of LoRA; alpha is twice that.")] = 8,
     seed: Annotated[int, typer.Option(help="For splits, head and order of rows.")] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint in the output folder.")
@@ -84,6 +88,7 @@ def train(
     """Train a regressor on a table, report it on held-out rows and save it."""
     from transformers import AutoTokenizer, set_seed
 
+    from .adapter_training import lora_config
     from .base_model_relish import resolve_backbone
     from .data import Columns, guess_text_columns, load_splits
     from .modeling_relish import RelishForSequenceRegression
@@ -95,6 +100,9 @@ def train(
         raise ValueError(f"{output} holds a model already; choose another --output, or --overwrite.")
     if (label_min is None) != (label_max is None):
         raise ValueError("--label-min and --label-max belong together: give both or neither.")
+    if lora and train_backbone:
+        raise ValueError("--lora trains an adapter, --train-backbone every weight: choose one of them.")
+    peft_config = lora_config(lora_rank) if lora else None
     work = output / "checkpoints"
     if not (resume or overwrite) and any(work.glob("checkpoint-*")):
         raise ValueError(f"{work} has checkpoints of a run that did not end; --resume it, or --overwrite them.")
@@ -128,7 +136,7 @@ def train(
         learning_rate=learning_rate or (3e-4 if head is Head.relish else 1e-3), freeze_backbone=not train_backbone,
         label_columns=list(label), eval_strategy="epoch", save_strategy="epoch", save_total_limit=1, logging_strategy="epoch",
         load_best_model_at_end=True, metric_for_best_model="pearson", greater_is_better=True, warmup_steps=0.1,
-        report_to="none", seed=seed,
+        report_to="none", seed=seed, dataset_name=Path(data).name if Path(data).exists() else data,
     )  # fmt: skip
     if backbone_layer == "auto":
         best, found = find_layer(start, splits, tokenizer, args, work, resume=resume)
@@ -137,8 +145,9 @@ def train(
         model = start(layer)
     say(f"backbone: {backbone}, {model.config.layer_name}")
     trainer = RelishTrainer(
-        model, args, train_dataset=splits["train"], eval_dataset=splits["validation"], processing_class=tokenizer
-    )
+        model, args, train_dataset=splits["train"], eval_dataset=splits["validation"], processing_class=tokenizer,
+        peft_config=peft_config,
+    )  # fmt: skip
     trainer.train(resume_from_checkpoint=True if resume else None)
     report = {"validation": trainer.evaluate(metric_key_prefix="validation")}
     if "test" in splits:

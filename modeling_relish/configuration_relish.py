@@ -22,6 +22,15 @@ from .configuration_checks_relish import (
 
 logger = logging.get_logger(__name__)
 
+# Where a process without this package finds the classes, in the files that lie beside the weights. The configuration is found
+# through the model's module: `pipeline()` loads the configuration, then chooses its class by the task, then loads the model.
+# By the second step the pipelines that know the prompt template must be registered, or the bare text would be scored.
+AUTO_MAP = {
+    "AutoConfig": "modeling_relish.RelishConfig",
+    "AutoModel": "modeling_relish.RelishForSequenceRegression",
+    "AutoModelForSequenceClassification": "modeling_relish.RelishForSequenceRegression",
+}
+
 # Names that any transformers configuration may carry beside the fields below: written by save_pretrained, by the Hub
 # or by TRL and PEFT. Anything else is a misspelling or comes from another version, and is told.
 _FOREIGN_NAMES = frozenset(
@@ -75,6 +84,7 @@ class RelishConfig(PreTrainedConfig):
         backbone_layers: Several layers to read at once, in place of `backbone_layer`: the head learns a softmax mix of them
             (each under its own LayerNorm). The backbone is cut at the highest.
         layer_search: What a layer search measured, layer -> validation Pearson; written by it.
+        evaluation: What [`RelishTrainer`] measured with these very weights, and on what; the model card quotes it.
         head_type: `"relish"` (the paper's), `"linear"` or `"mlp"` (both over a pooled token), `"number_grid"` (the expected
             number under the language model: RAIL; trained, RAFT), or RAFT's other predictors: `"special_token"` (one token's
             logit) and `"final_logits_mlp"` (an MLP with a sigmoid on the last token's logits).
@@ -125,6 +135,7 @@ class RelishConfig(PreTrainedConfig):
     backbone_layer: int | None = None
     backbone_layers: list | None = None
     layer_search: dict | None = None
+    evaluation: dict | None = None
     head_type: str = "relish"
     head_hidden_size: int = 256
     head_num_attention_heads: int = 8
@@ -184,13 +195,21 @@ class RelishConfig(PreTrainedConfig):
         if self.backbone_config is not None:
             check_backbone_layers(self)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read a configuration; another model's becomes the backbone's, for PEFT compares its vocabulary with the model's."""
+        if config_dict.get("model_type", cls.model_type) != cls.model_type:
+            config_dict = {"backbone_config": config_dict, "backbone_in_checkpoint": False}
+        return super().from_dict(config_dict, **kwargs)
+
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return what differs from the defaults, and the targets' names always.
+        """Return what differs from the defaults, and always the targets' names and where the code is.
 
         transformers leaves out two labels named LABEL_0 and LABEL_1 as its default; here one target is the default, and two
-        targets would come back as one.
+        targets would come back as one. The code is what lies beside the weights, also after a load from somewhere else.
         """
-        return {**super().to_diff_dict(), "id2label": self.id2label, "label2id": self.label2id}
+        always = {"id2label": self.id2label, "label2id": self.label2id, "auto_map": dict(AUTO_MAP)}
+        return {**super().to_diff_dict(), **always}
 
     # ------------------------------------------------------------------ what follows from the settings
 
@@ -284,4 +303,4 @@ def _backbone_config_from_dict(values: dict[str, Any]) -> PreTrainedConfig:
             f"backbone_config has model_type {model_type!r}, which this version of transformers does not know. Backbones "
             "with remote code are not loaded; update transformers if the architecture is new."
         )
-    return CONFIG_MAPPING[model_type].from_dict(dict(values))
+    return CONFIG_MAPPING[model_type].from_dict({k: v for k, v in values.items() if k != "auto_map"})

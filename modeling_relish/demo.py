@@ -100,6 +100,7 @@ def train_head(
             output_dir=folder, num_train_epochs=epochs, learning_rate=learning_rate, warmup_steps=0.1, seed=seed,
             eval_strategy="epoch", save_strategy="epoch", save_total_limit=1, logging_strategy="epoch",
             load_best_model_at_end=True, metric_for_best_model="pearson", greater_is_better=True, report_to="none",
+            dataset_name="rated tweets (Hutto and Gilbert, ICWSM 2014)",
         )  # fmt: skip
         trainer = RelishTrainer(
             model, args, train_dataset=splits["train"], eval_dataset=splits["validation"], processing_class=tokenizer()

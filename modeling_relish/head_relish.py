@@ -58,7 +58,7 @@ class LatentAttention(nn.Module):
         Returns:
             (B, d) output and (B, heads, T) attention weights.
         """
-        B, d = len(tokens), latent.shape[1]
+        B, d = tokens.shape[0], latent.shape[1]
         h, e = self.num_heads, self.head_size
         q = self.q_proj(latent).view(-1, h, e) / math.sqrt(e)
         if form == "explicit":
@@ -227,6 +227,8 @@ class RelishHead(nn.Module):
             raise ValueError(f"attention_form must be one of {list(ATTENTION_FORMS)}, got {self.attention_form!r}.")
         if self.attention_form != "auto":
             return self.attention_form
+        if torch.compiler.is_compiling():  # one form for every length: a choice would bind the graph to this one
+            return "absorbed_kv"
         training = torch.is_grad_enabled() and self.latent.requires_grad
         d = self.latent.shape[-1]
         readings = self.num_steps * (self.latent.numel() // d)
@@ -308,7 +310,7 @@ def pool(states: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor
         return states.masked_fill(~mask[..., None], float("-inf")).amax(1)
     T = mask.shape[1]
     index = mask.int().argmax(1) if pooling == "first" else T - 1 - mask.flip(1).int().argmax(1)
-    return states[torch.arange(len(states), device=states.device), index]
+    return states[torch.arange(states.shape[0], device=states.device), index]
 
 
 def build_head(config: RelishConfig) -> RelishHead | PooledHead:

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .backbone_relish import check_language_model
-from .checkpoint_relish import bounded_length
+from .base_model_relish import bounded_length
 from .configuration_checks_relish import RelishConfigError
 from .configuration_relish import RelishConfig
 from .lm_heads_relish import NumberGridHead, NumberGridOutput, grid_output
@@ -51,7 +51,7 @@ class LanguageModelRegression:
             objective=objective,
             normalize_grid=objective == "mbr" if normalize is None else normalize,
             prompt_template=prompt_template,
-            max_length=bounded_length(max_length, text_config, grid),
+            max_length=bounded_length(max_length, text_config, grid.num_appended_tokens),
         )
         self.head = NumberGridHead(self.config)
         self.backbone_is_frozen = False

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
+from .adapter_relish import active_head
 from .backbone_relish import (
     build_backbone,
     check_finite,
@@ -28,6 +29,7 @@ from .configuration_relish import RelishConfig
 from .head_relish import AttentionLinear, RelishHead, build_head
 from .lm_heads_relish import NumberGridHead, build_lm_head, grid_output
 from .objectives_relish import check_labels, regression_loss
+from .pipeline_relish import register_pipelines
 from .text_relish import PromptTemplate, encode_rows, pad_batch
 
 logger = logging.get_logger(__name__)
@@ -155,8 +157,8 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
             if input_ids is None or inputs_embeds is not None or hidden_states is not None:
                 raise ValueError(f"a {self.config.head_type} head asks the language model: it needs input_ids alone.")
             read = self._read_language_model(input_ids, attention_mask)
-            if isinstance(self.score, NumberGridHead):
-                answer = grid_output(self.score, read, cast(RelishConfig, self.config), labels, sample_weight)
+            if isinstance(head := active_head(self.score), NumberGridHead):
+                answer = grid_output(head, read, cast(RelishConfig, self.config), labels, sample_weight)
                 return answer.to_tuple() if return_dict is False else answer
             with maybe_autocast(read.device.type, enabled=False):
                 prediction, attentions = self.score(read)
@@ -189,7 +191,7 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
             attention_mask = torch.ones_like(input_ids)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.backbone_is_frozen):
-            return self.score.read(self.backbone, input_ids, attention_mask)
+            return active_head(self.score).read(self.backbone, input_ids, attention_mask)
 
     def token_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the backbone alone: (B, T, D) states of the chosen layer, zero at padding, and the boolean (B, T) mask."""
@@ -217,7 +219,8 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         check_rows(attention_mask)
         if hidden_states is None:
             hidden_states = self._run_backbone(input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds)
-        device = next(self.score.parameters()).device
+        head = next(self.score.parameters())
+        device = hidden_states.device if head.is_meta else head.device  # meta: offloaded, accelerate brings it
         states, mask = hidden_states.to(device), attention_mask.to(device).bool()
         check_finite(states, mask, self.config.layer_name)
         # What stands at padding is arbitrary, even NaN under some attention kernels; and 0 * NaN would reach the score.
@@ -322,10 +325,11 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         Raises:
             ValueError: for a head without refinement steps.
         """
-        if not isinstance(self.score, RelishHead):
+        head = active_head(self.score)
+        if not isinstance(head, RelishHead):
             raise ValueError(f"only the relish head has refinement steps, this model's is {self.config.head_type!r}.")
         states, mask = self.token_states(input_ids, attention_mask)
-        predictions, attentions = self.score.forward_each_step(states, mask)
+        predictions, attentions = head.forward_each_step(states, mask)
         mean, std = self._label_scale(predictions.device)
         return predictions.float() * std + mean, attentions
 
@@ -334,13 +338,19 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         for name in (self.config.name_or_path, self.config.backbone_name_or_path):
             if not name:
                 continue
-            revision = self.config.backbone_revision if name == self.config.backbone_name_or_path else None
+            hub = dict(self._file_kwargs)  # with the very commit that the weights came from
+            if name == self.config.backbone_name_or_path:
+                hub["revision"] = self.config.backbone_revision
+            else:  # else the class that this process may not know by name would be looked up
+                hub["config"] = self.config
             try:
-                return AutoTokenizer.from_pretrained(
-                    resolve_backbone(name), trust_remote_code=False, **({"revision": revision} if revision else {})
-                )
+                return AutoTokenizer.from_pretrained(resolve_backbone(name), trust_remote_code=False, **hub)
             except (OSError, ValueError) as error:
                 last_error = error
         raise ValueError(
             f"no tokenizer was found with the checkpoint or its base model; pass tokenizer=. ({last_error})"
         ) from last_error
+
+
+# On import, for it may be the one file of ours that a process runs; see AUTO_MAP.
+register_pipelines()

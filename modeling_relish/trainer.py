@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, SequentialSampler
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
+from .adapter_relish import complete_adapter
+from .adapter_training import check_adapted, wrap_model
 from .configuration_checks_relish import GRID_OBJECTIVES, OBJECTIVES, RelishConfigError
 from .configuration_relish import RelishConfig
 from .data import TableError
@@ -22,6 +24,7 @@ from .features import FeatureCache, FeatureDataset
 from .lm_training import LanguageModelRegression, grid_diagnostics
 from .metrics import make_compute_metrics
 from .modeling_relish import RelishForSequenceRegression
+from .trainer_hub import HubTrainer
 from .training_args import RelishTrainingArguments
 from .training_data import (
     TokenDataset,
@@ -37,7 +40,7 @@ from .training_data import (
 logger = logging.get_logger(__name__)
 
 
-class RelishTrainer(Trainer):
+class RelishTrainer(HubTrainer):
     """`transformers.Trainer` for RELISH models.
 
     It takes data sets with the template's text columns (or `input_ids`), checks the labels, measures their mean, deviation and
@@ -53,12 +56,14 @@ class RelishTrainer(Trainer):
         eval_dataset: The same, or a dict of them.
         processing_class: The tokenizer; needed for text columns.
         compute_metrics: Replaces the metrics above.
+        peft_config: A `peft.LoraConfig` or another PEFT config: the adapter is put on the backbone and trained with the head.
         number_grid: For a causal language model: a `NumberGrid`, numbers, or a mapping word -> number.
         prompt_template: For a causal language model: the prompt; its end asks for the number.
         **kwargs: As in `Trainer`.
 
     Raises:
         TableError: for a missing column, a label that is not a number, or a bad weight, with column and row.
+        AdapterError: for a `peft_config` that does not fit, or an adapter that leaves the head out.
     """
 
     args: RelishTrainingArguments
@@ -72,6 +77,7 @@ class RelishTrainer(Trainer):
         eval_dataset: Any = None,
         processing_class: Any = None,
         compute_metrics: Callable[[Any], dict[str, float]] | None = None,
+        peft_config: Any = None,
         number_grid: Any = None,
         prompt_template: str = RelishConfig.prompt_template,
         **kwargs: Any,
@@ -82,10 +88,19 @@ class RelishTrainer(Trainer):
             raise ValueError(f"RelishTrainer takes RelishTrainingArguments, got {type(args).__name__}.")
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator,union-attr]
         self.relish = _relish_model(inner, args, number_grid, processing_class, prompt_template)
+        if peft_config is not None:
+            if not args.freeze_backbone:
+                raise ValueError(
+                    "freeze_backbone=False trains every weight, peft_config an adapter: choose one of them."
+                )
+            model = wrap_model(model, peft_config)
+        check_adapted(model, self.relish)
         self._own_collator = data_collator is None or isinstance(data_collator, RelishCollator)
         self._weight_scale = 1.0
         self._prepared: dict[int, tuple[Any, Any]] = {}  # id -> (the data set itself, kept alive; what it became)
         _apply_settings(self.relish, args, adapted=model is not inner)
+        if args.ddp_find_unused_parameters is None and self.relish.backbone_is_frozen:
+            args.ddp_find_unused_parameters = False  # the head uses all of its own; looking for others costs every step
         self.args = args
         if train_dataset is not None:
             self._measure_labels(train_dataset)
@@ -171,6 +186,8 @@ class RelishTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
+        if getattr(self.relish, "has_adapter", False) and self.args.should_save:
+            complete_adapter(self.relish, output_dir or self.args.output_dir or ".")
         # Trainer pickles its arguments beside the weights: machine paths that nothing reads, in a format that runs code.
         (Path(output_dir or self.args.output_dir or ".") / TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
@@ -258,7 +275,7 @@ class RelishTrainer(Trainer):
                     "cache_features=True keeps hidden states; this head reads the language model's output."
                 )
             return False
-        possible = self.relish.backbone_is_frozen
+        possible = self.relish.backbone_is_frozen and not getattr(self.relish, "has_adapter", False)
         if wanted and not possible:
             raise ValueError("cache_features=True needs a frozen backbone: one that is trained changes its states.")
         if wanted is None and possible and not self._own_collator:

@@ -37,6 +37,9 @@ class RelishTrainingArguments(TrainingArguments):
     weight_column: str | None = field(
         default=None, metadata={"help": "Column with a weight >= 0 per row; scaled to mean 1 over the training rows."}
     )
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Name of the training data for the model card: a Hub id, or any name."}
+    )
     standardize_labels: bool = field(
         default=True,
         metadata={"help": "Measure the training labels' mean and deviation, and undo them in predictions."},

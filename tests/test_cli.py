@@ -20,7 +20,9 @@ from modeling_relish import (
     RelishTrainer,
     RelishTrainingArguments,
     cli,
+    cli_score,
     cli_shared,
+    cli_train,
     trainer,
 )
 from modeling_relish.data import Columns, load_splits
@@ -41,7 +43,7 @@ def settings(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RELISH_HOME", str(tmp_path_factory.mktemp("home")))
         patch.delenv("RELISH_DEBUG", raising=False)
-        patch.setattr(cli, "compute_dtype", lambda: "float32")
+        patch.setattr(cli_train, "compute_dtype", lambda: "float32")
         patch.setattr(RelishTrainingArguments, "__post_init__", exact)
         yield
 
@@ -151,7 +153,7 @@ def test_defaults_for_columns_template_layer_and_splits(base, tmp_path):
     assert str(out) in said
     files = {path.name for path in out.iterdir()}
     assert files >= {*MODEL_FILES, "metrics.json", "tokenizer.json", "tokenizer_config.json"}
-    assert not [name for name in files if "checkpoint" in name or name.endswith((".tmp", ".bin"))]
+    assert not [name for name in files if name.startswith("checkpoints") or name.endswith((".tmp", ".bin"))]
     assert all(name.startswith("score.") for name in weights(out))
 
     config = read_json(out / "config.json")
@@ -162,7 +164,10 @@ def test_defaults_for_columns_template_layer_and_splits(base, tmp_path):
     assert config["label_mean"] == pytest.approx([labels.mean()])
     assert (config["label_min"], config["label_max"]) == ([labels.min()], [labels.max()])
     metrics = read_json(out / "metrics.json")
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "32 rows of `data.csv`" in card
     for name in ("validation", "test"):
+        assert f"| {name} | 4 | score | {metrics[name]['pearson']:.4f} |" in card
         expected = regression_metrics(
             score(out, splits[name]["text"][:]), splits[name]["labels"][:], label_range=(labels.min(), labels.max())
         )
@@ -402,7 +407,7 @@ def test_rests_of_a_run_are_kept_until_overwrite_is_said_and_then_gone(base, tmp
     ("read", "write"), [("csv", "jsonl"), ("tsv", "csv"), ("jsonl", "parquet"), ("parquet", "tsv")]
 )
 def test_predict_keeps_rows_columns_and_order_in_every_format(read, write, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(cli_score, "CHUNK_ROWS", 4)
     table = [{"n": i, **row, "note": 'a "quoted", note\nover two lines'} for i, row in enumerate(rows(13))]
     table[3]["text"] = table[9]["text"]  # equal texts keep their own rows
     data = save(tmp_path / f"data.{read}", table)
@@ -419,7 +424,7 @@ def test_predict_keeps_rows_columns_and_order_in_every_format(read, write, train
 
 
 def test_predict_may_take_the_place_of_its_own_table(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(cli_score, "CHUNK_ROWS", 4)
     data = save(tmp_path / "data.csv", rows(10))
     before = load(data)
     run("predict", trained, data, "--output", data, "--column", "guess")
@@ -456,7 +461,7 @@ def broken(tmp_path, **cells):
     ],
 )
 def test_predict_that_fails_leaves_nothing_behind(cells, arguments, words, trained, tmp_path, monkeypatch, fails):
-    monkeypatch.setattr(cli, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(cli_score, "CHUNK_ROWS", 4)
     data = broken(tmp_path, **cells)
     out = save(tmp_path / "out" / "scored.jsonl", [{"an": "earlier table"}])
     before = tree(tmp_path)

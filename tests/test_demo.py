@@ -94,7 +94,8 @@ def test_demo_compares_predicts_and_writes(fetched, tmp_path):
     assert np.ptp(scores) > 0
     expected = regression_metrics(scores, label_matrix(splits["test"]), label_range=(-4, 4))
     assert written["test"]["RELISH"] == pytest.approx(expected, abs=1e-4)
-    assert not [*tmp_path.rglob("*.tmp"), *out.rglob("checkpoint*"), *out.rglob("*.bin")]
+    assert f"{written['test']['RELISH']['pearson']:.4f}" in (out / "README.md").read_text(encoding="utf-8")
+    assert not [*tmp_path.rglob("*.tmp"), *out.rglob("checkpoint-*"), *out.rglob("*.bin")]
 
 
 def test_demo_writes_nothing_unasked_and_gives_the_same_numbers_again(fetched, tmp_path, monkeypatch, capsys):

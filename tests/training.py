@@ -51,7 +51,7 @@ def make_trainer(folder: Path, model=None, rows=None, kind=RelishTrainer, **kwar
 
     What is no argument of Trainer's goes into its training arguments.
     """
-    names = ("eval_dataset", "processing_class", "compute_metrics", "data_collator")
+    names = ("eval_dataset", "processing_class", "compute_metrics", "data_collator", "peft_config")
     own = {name: kwargs.pop(name) for name in names if name in kwargs}
     fixed = {"output_dir": str(folder / "out"), "use_cpu": True, "report_to": "none", "disable_tqdm": True}
     fixed |= {"logging_steps": 1, "save_strategy": "no", "num_train_epochs": 1, "per_device_train_batch_size": 8}

@@ -1,0 +1,113 @@
+"""Scores of a table in parts on disk: shared among processes, and taken up again after a kill.
+
+The parts lie beside the output, in a hidden folder whose name is a digest of the model's weights and settings, of every text
+and of the part's size: another model or another table has another folder, so nothing of it can be mixed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+FULL_DIGEST_SIZE = 1 << 22
+SAMPLED_VALUES = 4096
+POLL_SECONDS = 0.1
+
+
+class ScorePartError(ValueError):
+    """A part of a table's scores does not belong to the rows that it is for."""
+
+
+def process_rank() -> tuple[int, int]:
+    """Return this process's number and how many there are, as `accelerate launch` and `torchrun` tell them."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@torch.no_grad()
+def model_digest(model: Any) -> str:
+    """Digest what decides a model's scores: its configuration, and its weights, large ones by 4096 spread values."""
+    config = {**json.loads(model.config.to_json_string(use_diff=False)), "_name_or_path": None, "name_or_path": None}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        if flat.numel() > FULL_DIGEST_SIZE:
+            where = torch.linspace(0, flat.numel() - 1, SAMPLED_VALUES, dtype=torch.float64).long()
+            flat = flat[where.to(flat.device)]
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(flat.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def text_digest(rows: Iterable[dict[str, str]]) -> str:
+    """Digest the texts of rows, in order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+class ScoreParts:
+    """The scores of a table's parts, each in a file that is there whole or not at all.
+
+    Args:
+        output: The table that will be written.
+        identity: Everything that decides the scores.
+    """
+
+    def __init__(self, output: Path, identity: Iterable[str]) -> None:
+        digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
+        self.folder = output.parent / f".{output.name}.{digest}.parts"
+        self._all = f".{output.name}.*.parts"
+
+    def write(self, number: int, texts: str, scores: np.ndarray) -> None:
+        """Keep the (N, K) scores of a part, whose texts have the digest `texts`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({"texts": texts, "scores": scores.tolist()})
+        path = self._path(number)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(f"{hashlib.sha256(content.encode()).hexdigest()}\n{content}")
+        temporary.replace(path)
+
+    def read(self, number: int, texts: str) -> np.ndarray | None:
+        """Return the (N, K) fp32 scores of a part; `None` where it is missing or damaged.
+
+        Raises:
+            ScorePartError: if it is of other texts, for then the table has changed while it was scored.
+        """
+        try:
+            check, content = self._path(number).read_text().split("\n", 1)
+        except (OSError, ValueError):
+            return None
+        if check != hashlib.sha256(content.encode()).hexdigest():
+            return None
+        part = json.loads(content)
+        if part["texts"] != texts:
+            raise ScorePartError(
+                f"part {number} in {self.folder} is of other texts: the table changed while it was scored."
+            )
+        return np.asarray(part["scores"], dtype=np.float32)
+
+    def wait(self, number: int, texts: str) -> np.ndarray:
+        """Return a part's scores as soon as the process that computes them has written them."""
+        while (scores := self.read(number, texts)) is None:
+            time.sleep(POLL_SECONDS)
+        return scores
+
+    def remove(self) -> None:
+        """Remove the parts, and those of earlier runs for the same output that nobody took up."""
+        for folder in self.folder.parent.glob(self._all):
+            with suppress(OSError):
+                shutil.rmtree(folder)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:06d}.json"
