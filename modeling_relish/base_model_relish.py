@@ -209,18 +209,16 @@ def _from_pretrained(
     return backbone
 
 
-def bounded_length(max_length: int, config: Any, grid: NumberGrid | None = None) -> int:
+def bounded_length(max_length: int, config: Any, num_appended_tokens: int = 0) -> int:
     """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index).
 
-    The tokens of a grid's numbers, all but the last, follow the prompt and need positions too.
+    Tokens that are run after the prompt, as those of numbers, need positions too.
     """
     positions = getattr(config, "max_position_embeddings", None)
     if not positions:
         return max_length
     offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
-    if grid is not None and grid.tokens is not None:
-        offset = max(map(len, grid.tokens)) - 1
-    return min(max_length, positions - offset)
+    return min(max_length, positions - offset - num_appended_tokens)
 
 
 def load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:

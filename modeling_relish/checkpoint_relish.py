@@ -103,11 +103,11 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             backbone_config = whole_config(name, {**hub, **{k: loading[k] for k in FILE_KWARGS if k in loading}})
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer
             loaded = load_backbone(name, cut, causal_lm=causal_lm, **hub, **loading)
-        grid = None
+        max_length, grid_tokens = kwargs.get("max_length", RelishConfig.max_length), 0
         if kwargs.get("number_grid") is not None:
             grid = resolved_grid(kwargs, tokenizer, name, revision)
-            kwargs["number_grid"] = grid.to_dict()
-        kwargs["max_length"] = bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config, grid)
+            kwargs["number_grid"], grid_tokens = grid.to_dict(), grid.num_appended_tokens
+        kwargs["max_length"] = bounded_length(max_length, backbone_config, grid_tokens)
         config = RelishConfig(
             backbone_name_or_path=name, backbone_revision=revision, backbone_config=backbone_config, **kwargs
         )

@@ -57,6 +57,7 @@ def decode_numbers(
     num_samples: int = 0,
     temperature: float = 1.0,
     max_length: int = 1024,
+    truncation: str = "longest_first",
     max_new_tokens: int = 8,
     batch_size: int = 16,
     seed: int = 0,
@@ -73,13 +74,14 @@ def decode_numbers(
         num_samples: 0 decodes greedily; k > 0 draws k texts a row and averages them (RAIL by sampling).
         temperature: Of the samples; 1 is the model's own distribution, as RAIL has it.
         max_length: Longest prompt in tokens, the examples not counted.
+        truncation: Of longer ones, as in [`encode_rows`].
         max_new_tokens: Tokens to write at most.
         batch_size: Prompts at once.
         seed: Of the samples; torch's own random state is left as it was.
         show_progress_bar: A bar over batches.
     """
     template = PromptTemplate(prompt_template)
-    ids = list(encode_rows(texts, template, tokenizer, max_length))
+    ids = list(encode_rows(texts, template, tokenizer, max_length, truncation))
     prefix = _examples_prefix(examples, template, tokenizer)
     if prefix and tokenizer.bos_token_id is not None:  # once, at the very beginning
         ids = [row[1:] if row[:1] == [tokenizer.bos_token_id] else row for row in ids]

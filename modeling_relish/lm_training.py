@@ -51,7 +51,7 @@ class LanguageModelRegression:
             objective=objective,
             normalize_grid=objective == "mbr" if normalize is None else normalize,
             prompt_template=prompt_template,
-            max_length=bounded_length(max_length, text_config, grid),
+            max_length=bounded_length(max_length, text_config, grid.num_appended_tokens),
         )
         self.head = NumberGridHead(self.config)
         self.backbone_is_frozen = False

@@ -126,6 +126,11 @@ class NumberGrid:
 
     # ------------------------------------------------------------------ tokens
 
+    @property
+    def num_appended_tokens(self) -> int:
+        """How many positions after the prompt the longest number takes: its last token is only looked up."""
+        return max(map(len, self.tokens or ((0,),))) - 1
+
     def resolve(self, tokenizer: Any, prompt_template: str) -> NumberGrid:
         """Find every value's tokens as they follow the prompt's end.
 
