@@ -19,12 +19,12 @@ import typer
 from heads import TEMPLATE, run
 from transformers import AutoTokenizer
 
-from modeling_relish import FeatureCache, RelishForSequenceRegression, RelishTrainingArguments
+from modeling_relish import FeatureCache, RelishForSequenceRegression, RelishTrainer, RelishTrainingArguments
 from modeling_relish.base_model_relish import resolve_backbone
 from modeling_relish.cli_shared import DEFAULT_BACKBONE, compute_dtype, write_json
 from modeling_relish.data import Columns, load_splits
 from modeling_relish.features import fill_layers
-from modeling_relish.layer_search import at_layer, best_layer, candidate_layers, search_layer
+from modeling_relish.layer_search import at_layer, best_layer, candidate_layers
 from modeling_relish.training_data import token_ids
 
 
@@ -82,7 +82,7 @@ def search(whole, splits, tokenizer, seed):
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         args = RelishTrainingArguments(output_dir=folder, disable_tqdm=True, seed=seed)
-        found = search_layer(whole, splits["train"], splits["validation"], tokenizer, args=args)
+        found = RelishTrainer.search_layer(whole, splits["train"], splits["validation"], tokenizer, args=args)
     seconds = round(time.monotonic() - started, 1)
     return {"search": {str(layer): score for layer, score in found.items()}, "search_seconds": seconds}
 
