@@ -66,7 +66,7 @@ def pad_left(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[tor
 
 def no_tree_mask(model: nn.Module) -> str | None:
     """Say why a model cannot take the trie's mask; `None` where it can."""
-    causal = _unwrapped(model)
+    causal = unwrapped(model)
     config = causal.config.get_text_config()
     name = type(causal).__name__
     kernel = getattr(config, "_attn_implementation", None)
@@ -89,7 +89,7 @@ def _takes_masks_by_type(causal: Any) -> bool:
         return False
 
 
-def _unwrapped(model: Any) -> Any:
+def unwrapped(model: Any) -> Any:
     """Return the causal language model inside wrappers of distributed training, compilation and PEFT."""
     while True:
         if hasattr(model, "get_base_model"):
@@ -121,7 +121,7 @@ def _tree_logits(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, trie: 
 
 def _masks(model: nn.Module, allowed: torch.Tensor, positions: torch.Tensor) -> Any:
     """Bring a boolean (B, S, S) mask into the form that the model's layers take."""
-    config = _unwrapped(model).config.get_text_config()
+    config = unwrapped(model).config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "use_sliding_window", True) is False:
         window = None
@@ -144,7 +144,7 @@ def _for_kernel(mask: torch.Tensor, model: nn.Module, kernel: str) -> torch.Tens
 
 def _logits(model: nn.Module, ids: torch.Tensor, mask: Any, positions: torch.Tensor, keep: int) -> torch.Tensor:
     """Return the last `keep` positions' logits; the vocabulary is never multiplied with the others' states."""
-    accepted = inspect.signature(_unwrapped(model).forward).parameters
+    accepted = inspect.signature(unwrapped(model).forward).parameters
     kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
     kwargs |= {"position_ids": positions} if "position_ids" in accepted else {}
     kwargs |= {"use_cache": False} if "use_cache" in accepted else {}
