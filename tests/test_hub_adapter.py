@@ -37,7 +37,8 @@ import json
 from modeling_relish import RelishForSequenceRegression
 from tiny import TEXTS
 from transformers import AutoModelForSequenceClassification
-found = [RelishForSequenceRegression.from_pretrained(name).predict(TEXTS[:6]).tolist() for name in ("user/by-trainer", "user/by-model")]
+names = ("user/by-trainer", "user/by-model")
+found = [RelishForSequenceRegression.from_pretrained(name).predict(TEXTS[:6]).tolist() for name in names]
 refused = None
 try:
     auto = AutoModelForSequenceClassification.from_pretrained("user/by-model")
