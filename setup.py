@@ -24,17 +24,19 @@ DEMO = ["gguf>=0.19.0"]
 PEFT = ["peft>=0.21.2"]
 TRL = ["trl>=1.16.0"]
 EXPLAIN = ["matplotlib>=3.11.2"]
+COMPARE = [*PEFT, *EXPLAIN, "scikit-learn>=1.9.1"]
 DEV = [
     *DEMO,
     *PEFT,
     *TRL,
-    *EXPLAIN,
+    *COMPARE,
+    "ipykernel>=7.4.0",
     "mypy>=2.4.1",
+    "nbclient>=0.11.0",
     "pytest>=9.2.0",
     "pytest-cov>=7.1.0",
     "pytest-timeout>=2.4.0",
     "ruff>=0.17.6",
-    "scikit-learn>=1.9.1",
     "tensorboard>=2.21.0",
     "bitsandbytes>=0.50.2",  # QLoRA; runs on CPUs too
 ]
@@ -51,7 +53,7 @@ setup(
     packages=find_packages(include=["modeling_relish*"]),
     package_data={"": ["*.md"]},
     install_requires=INSTALL_REQUIRES,
-    extras_require={"demo": DEMO, "peft": PEFT, "trl": TRL, "explain": EXPLAIN, "dev": DEV},
+    extras_require={"demo": DEMO, "peft": PEFT, "trl": TRL, "explain": EXPLAIN, "compare": COMPARE, "dev": DEV},
     entry_points={"console_scripts": ["relish = modeling_relish.cli:main"]},
     keywords=["regression", "large language models", "transformers", "huggingface", "reward model"],
     classifiers=[

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from .cli_cache import cache
+from .cli_compare import compare
 from .cli_explain import explain
 from .cli_hub import push
 from .cli_score import evaluate, predict
@@ -18,7 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Fine-tune a small head on a frozen language model to answer with a number.",
 )
-for command in (train, predict, evaluate, explain, push):
+for command in (train, predict, evaluate, explain, compare, push):
     app.command()(command)
 app.add_typer(cache, name="cache")
 errors = Console(stderr=True)

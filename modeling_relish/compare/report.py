@@ -35,6 +35,7 @@ def write_report(
     title: str = "Comparison",
     reference: str | None = None,
     resamples: int = RESAMPLES,
+    notes: Sequence[str] = (),
 ) -> dict[str, Path]:
     """Read all results of a folder and write `report.md`, `report.csv` and `report.html`.
 
@@ -44,6 +45,7 @@ def write_report(
         title: Heading.
         reference: Name of the row that the others are compared with; `None` = the best by validation, table by table.
         resamples: Of the bootstrap.
+        notes: Sentences to end with, as what was left out.
 
     Returns:
         "md", "csv" and "html" -> the file.
@@ -56,9 +58,9 @@ def write_report(
     tables = make_tables(runs)
     bodies = [_cells(table, reference, resamples) for table in tables]
     pages = {
-        "md": _markdown(title, tables, bodies),
+        "md": _markdown(title, tables, bodies, notes),
         "csv": _csv(runs),
-        "html": _html(title, tables, bodies),
+        "html": _html(title, tables, bodies, notes),
     }
     return {ending: _write(Path(output) / f"report.{ending}", text) for ending, text in pages.items()}
 
@@ -147,13 +149,14 @@ def _notes(table: Table) -> list[str]:
 # ---------------------------------------------------------------------- files
 
 
-def _markdown(title: str, tables: Sequence[Table], bodies: Sequence[list[list[str]]]) -> str:
+def _markdown(title: str, tables: Sequence[Table], bodies: Sequence[list[list[str]]], notes: Sequence[str] = ()) -> str:
     parts = [f"# {_md(title)}", NOTE]
     for backbone, averages in macro_averages(tables).items():
         cells, gap = _macro(averages)
         parts += [f"## Mean over data sets, {_md(backbone)}", _md_table(_MACRO_HEADINGS, cells), _md(gap)]
     for table, body in zip(tables, bodies, strict=True):
         parts += [f"## {_md(table.title)}", _md_table(HEADINGS, body), *(f"- {_md(note)}" for note in _notes(table))]
+    parts += [f"- {_md(note)}" for note in notes]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -212,7 +215,7 @@ figure {{ margin: 1.5rem 0 }} img {{ max-width: 100% }} figcaption, .note {{ col
 """
 
 
-def _html(title: str, tables: Sequence[Table], bodies: Sequence[list[list[str]]]) -> str:
+def _html(title: str, tables: Sequence[Table], bodies: Sequence[list[list[str]]], notes: Sequence[str] = ()) -> str:
     parts = []
     for backbone, averages in macro_averages(tables).items():
         cells, gap = _macro(averages)
@@ -229,6 +232,7 @@ def _html(title: str, tables: Sequence[Table], bodies: Sequence[list[list[str]]]
         ]
         settings = _html_table(("method", "regime", "settings", "versions"), _settings(table), "settings")
         parts.append(f"<details><summary>settings and versions</summary>{settings}</details>")
+    parts += [f'<p class="note">{html.escape(note)}</p>' for note in notes]
     return _PAGE.format(title=html.escape(title), note=html.escape(NOTE), body="\n".join(parts))
 
 

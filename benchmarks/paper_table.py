@@ -1,0 +1,218 @@
+"""The paper's table at this machine's scale, with one command; what is done is not done again.
+
+    python benchmarks/paper_table.py DATA_FOLDER                       # everything that is not there yet
+    python benchmarks/paper_table.py DATA_FOLDER --stages frozen,matched --budget 3h
+    python benchmarks/paper_table.py DATA_FOLDER --rows 60 --output /tmp/try    # a sample, to see it run
+
+`results/paper/whole` has the frozen regime on five data sets and LoRA on the whole of STS-B, `thousand` LoRA on 1,000 training
+rows of STS-B and SICK-R, `matched` RELISH beside RAFT with as many trainable parameters and in as much time. Settings are
+searched on STS-B, once per backbone and regime, and held for the other sets; layers are searched on each set. `table.md` has the
+averages and gaps beside the paper's.
+"""
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from modeling_relish.compare import Options, Task, compare, load_task
+from modeling_relish.compare.report import write_report
+from modeling_relish.compare.results import METRICS, read_results
+from modeling_relish.compare.summary import gap_to_the_best_other, macro_averages, make_tables
+
+PAIR = "Sentence 1: {text_a}\nSentence 2: {text_b}\nScore:"
+TRANSLATION = "Source: {text_a}\nTranslation: {text_b}\nScore:"
+# name -> scale, prompt; STS-B is first: settings are chosen on it.
+SETS = {
+    "stsb": ((0, 5), PAIR),
+    "sickr": ((1, 5), PAIR),
+    "wmt20-enzh": ((0, 100), TRANSLATION),
+    "wmt20-ruen": ((0, 100), TRANSLATION),
+    "wmt20-sien": ((0, 100), TRANSLATION),
+}
+BACKBONES = ("embedded:SmolLM2-135M-Instruct", "embedded:Gemma-3-270M")
+TUNED = ("raft", "relish", "relish_layer_search", "linear", "mlp")
+STAGES = ("frozen", "thousand", "whole", "matched")
+# RELISH relative to the second best, means over the paper's data sets and backbones (RELISH, abstract and table 2).
+PAPER = {"pearson": 0.067, "spearman": 0.072, "nrmse": -0.199}
+RELISH, SEARCHED = "RELISH", "RELISH, layer search"
+app = typer.Typer(add_completion=False)
+
+
+@dataclass
+class Table:
+    data: Path
+    output: Path
+    backbones: tuple[str, ...]
+    options: Options
+    budget: str | None
+    rows: int | None
+    methods: str
+
+    def task(self, name: str, train_rows: int | None = None) -> Task:
+        (low, high), template = SETS[name]
+        title = name if train_rows is None else f"{name}-{train_rows}"
+        given = {"template": template, "label_min": low, "label_max": high}
+        if self.rows is None:
+            return load_task(str(self.data / name), name=title, train_rows=train_rows, **given)
+        whole = load_task(str(self.data / name), name=title, **given)
+        for split, part in whole.splits.items():
+            whole.splits[split] = part.select(range(min(self.rows, len(part))))
+        return replace(whole)
+
+    def run(self, task: Task, folder: str, settings=None, **more):
+        print(f"== {task.name}, {folder}", flush=True)
+        return compare(
+            task, self.output / folder, backbones=self.backbones, settings=settings, budget=self.budget,
+            write_reports=False, log=lambda line: print(line, flush=True), **{"options": self.options, **more},
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- stages
+
+    def frozen(self):
+        held = None
+        for name in SETS:
+            found = self.run(self.task(name), "whole", held, methods=self.methods, regimes="frozen")
+            held = held or found.settings
+
+    def thousand(self):
+        held = None
+        for name in ("stsb", "sickr"):
+            found = self.run(self.task(name, 1000), "thousand", held, methods=TUNED, regimes="lora")
+            held = held or found.settings
+        return held
+
+    def whole(self):
+        held = self.run(self.task("stsb", 1000), "thousand", methods=TUNED, regimes="lora").settings
+        self.run(self.task("stsb"), "whole", held, methods=TUNED, regimes="lora", seeds=1)
+
+    def matched(self):
+        """RAFT with a rank that gives it as many parameters as RELISH + LoRA has, and with as many epochs as take its time."""
+        task = self.task("stsb", 1000)
+        found = self.run(task, "thousand", methods=TUNED, regimes="lora")
+        for path in (self.output / "thousand" / "results").glob(f"{task.name}--*.json"):
+            (self.output / "matched" / "results").mkdir(parents=True, exist_ok=True)
+            if not (self.output / "matched" / "results" / path.name).exists():
+                shutil.copy2(path, self.output / "matched" / "results" / path.name)
+        for backbone, choices in found.settings.items():
+            (name,) = [b for b in self.backbones if b.rstrip("/").endswith(backbone)]
+            relish, raft = (self.mean(found.runs, m, backbone) for m in (SEARCHED, "RAFT"))
+            chosen = {
+                **choices["raft/lora"],
+                "lora_rank": self.options.lora_rank,
+                "epochs": self.options.backbone_epochs,
+            }
+            rank = max(1, round(chosen["lora_rank"] * relish["parameters"] / raft["parameters"]))
+            epochs = max(0.1, round(chosen["epochs"] * relish["seconds"] / raft["seconds"], 1))
+            for changed in ({"lora_rank": rank}, {"epochs": epochs}):
+                held = {backbone: {"raft/lora": {**chosen, **changed}}}
+                own = replace(self, backbones=(name,))
+                own.run(task, "matched", held, methods="raft", regimes="lora")
+
+    @staticmethod
+    def mean(runs, method, backbone):
+        own = [r for r in runs if (r.method, r.backbone) == (method, backbone)]
+        return {
+            "parameters": np.mean([r.trainable_parameters for r in own]),
+            "seconds": np.mean([r.train_seconds for r in own]),
+        }
+
+    # ---------------------------------------------------------------- report
+
+    def report(self):
+        parts = ["# The paper's table at this machine's scale", __doc__.split("\n\n")[-1].strip()]
+        for folder, regime in (("whole", "frozen"), ("thousand", "lora"), ("matched", "lora")):
+            if not list((self.output / folder / "results").glob("*.json")):
+                continue
+            write_report(self.output / folder / "results", self.output / folder, title=f"{folder}: {regime}")
+            tables = make_tables(read_results(self.output / folder / "results"))
+            if folder != "matched":
+                parts += gaps(tables, folder, regime)
+            if folder == "whole":
+                parts += wins(tables)
+            parts.append(f"Every row, with significance and costs: [{folder}/report.md]({folder}/report.md).")
+        (self.output / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def gaps(tables, folder, regime):
+    """Averages over data sets, and RELISH's gap to the best of the others, beside the paper's."""
+    names = list(dict.fromkeys(table.dataset for table in tables))
+    parts = [f"## {folder}, {regime}: mean over {', '.join(names)}"]
+    if len(names) < 2:
+        return [*parts, "Only one data set is there yet."]
+    for backbone, averages in macro_averages(tables).items():
+        own = [a for a in averages if a.regime in (regime, "none") or (regime == "frozen" and a.regime == "full")]
+        lines = [f"### {backbone}", "| method | regime | Pearson | Spearman | NRMSE |\n|---|---|---|---|---|"]
+        lines[-1] += "".join(f"\n| {a.name} | {a.regime} | {numbers(a)} |" for a in own)
+        others = [a for a in own if a.name not in (RELISH, SEARCHED)]
+        lines.append("| relative to the best other | Pearson | Spearman | NRMSE |\n|---|---|---|---|")
+        for a in own:
+            if a.name in (RELISH, SEARCHED):
+                found = gap_to_the_best_other([a, *others], a)
+                lines[-1] += f"\n| {a.name}, here | {' | '.join(f'{found[m]:+.1%}' for m in METRICS)} |"
+        lines[-1] += f"\n| RELISH, the paper | {' | '.join(f'{PAPER[m]:+.1%}' for m in METRICS)} |"
+        parts += lines
+    return parts
+
+
+def numbers(average):
+    return " | ".join(f"{average.metrics[m]:.3f}" for m in METRICS)
+
+
+def wins(tables):
+    """On every data set: does RELISH with layer search beat every other frozen head by more than the seeds' spread?"""
+    lines = [
+        "| data set | backbone | RELISH, layer search | best other frozen head | difference | spread over seeds | more |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    for table in tables:
+        heads = [row for row in table.rows if row.regime == "frozen" and row.runs[0].trainable_parameters > 0]
+        own = [row for row in heads if row.name == SEARCHED]
+        others = [row for row in heads if row.name not in (RELISH, SEARCHED)]
+        if not (own and others):
+            continue
+        best = max(others, key=lambda row: np.nan_to_num(row.mean("pearson"), nan=-2))
+        difference = own[0].mean("pearson") - best.mean("pearson")
+        spread = max(own[0].spread("pearson"), best.spread("pearson"))
+        verdict = "one seed" if np.isnan(spread) else "yes" if difference > spread else "**no**"
+        cells = [
+            table.dataset, table.backbone, f"{own[0].mean('pearson'):.3f}", f"{best.name} {best.mean('pearson'):.3f}",
+            f"{difference:+.3f}", f"{spread:.3f}", verdict,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return ["## Test Pearson of RELISH with layer search against every other frozen head", "\n".join(lines)]
+
+
+@app.command()
+def main(
+    data: Path,
+    stages: Annotated[str, typer.Option(help="Of frozen, thousand, whole, matched; with commas between.")] = ",".join(
+        STAGES
+    ),
+    methods: Annotated[str, typer.Option(help="Of the frozen stage.")] = "all",
+    backbone: Annotated[list[str] | None, typer.Option(help="Repeatable; default: SmolLM2 and Gemma 3.")] = None,
+    budget: Annotated[str | None, typer.Option(help="For every data set of a stage.")] = None,
+    epochs: float = 8,
+    backbone_epochs: float = 3,
+    candidates: int = 3,
+    shots: int = 128,
+    samples: int = 16,
+    rows: Annotated[int | None, typer.Option(help="Only so many rows of every split: to try the script.")] = None,
+    output: Path = Path(__file__).parent / "results" / "paper",
+):
+    options = Options(
+        epochs=epochs, backbone_epochs=backbone_epochs, candidates=candidates, shots=shots, samples=samples
+    )
+    table = Table(data, output, tuple(backbone or BACKBONES), options, budget, rows, methods)
+    for stage in stages.split(","):
+        if stage not in STAGES:
+            raise typer.BadParameter(f"there is no stage {stage!r}; the known ones are {', '.join(STAGES)}.")
+        getattr(table, stage)()
+        table.report()
+
+
+if __name__ == "__main__":
+    app()
