@@ -60,6 +60,7 @@ def decode_numbers(
     num_samples: int = 0,
     temperature: float = 1.0,
     max_length: int = 1024,
+    truncation: str = "longest_first",
     max_new_tokens: int = 8,
     batch_size: int = 16,
     seed: int = 0,
@@ -77,12 +78,13 @@ def decode_numbers(
         num_samples: 0 decodes greedily; k > 0 draws k texts a row and averages them (RAIL by sampling).
         temperature: Of the samples; 1 is the model's own distribution, as RAIL has it.
         max_length: Longest prompt in tokens, the examples not counted.
+        truncation: Of longer ones, as in [`encode_rows`].
         max_new_tokens: Tokens to write at most.
         batch_size: Prompts at once.
         seed: Of the samples; torch's own random state is left as it was.
         show_progress_bar: A bar over batches.
     """
-    ids = _prompts(texts, prompt_template, tokenizer, max_length, after_examples=bool(examples))
+    ids = _prompts(texts, prompt_template, tokenizer, max_length, truncation, after_examples=bool(examples))
     prefix = _examples_prefix(examples, prompt_template, tokenizer)
     written: list[list[str]] = [[] for _ in ids]
     devices = range(torch.cuda.device_count())
@@ -104,21 +106,27 @@ def decode_numbers(
 
 
 def _prompts(
-    texts: Sequence[Any], prompt_template: str, tokenizer: Any, max_length: int, *, after_examples: bool
+    texts: Sequence[Any],
+    prompt_template: str,
+    tokenizer: Any,
+    max_length: int,
+    truncation: str,
+    *,
+    after_examples: bool,
 ) -> list[list[int]]:
     """Return the rows' token ids, as they follow the examples where there are some: no BOS, no space put in front."""
     template = PromptTemplate(prompt_template)
     if not after_examples:
-        return list(encode_rows(texts, template, tokenizer, max_length))
+        return list(encode_rows(texts, template, tokenizer, max_length, truncation))
     before = tokenize(BETWEEN_EXAMPLES, tokenizer)
     together = encode_rows(
-        texts, PromptTemplate(BETWEEN_EXAMPLES + prompt_template), tokenizer, max_length + len(before)
+        texts, PromptTemplate(BETWEEN_EXAMPLES + prompt_template), tokenizer, max_length + len(before), truncation
     )
     # Where the two merge into one token, there is no such place to cut, and the row stands as it would alone.
     return [
         whole[len(before) :]
         if whole[: len(before)] == before
-        else next(encode_rows([text], template, tokenizer, max_length))
+        else next(encode_rows([text], template, tokenizer, max_length, truncation))
         for whole, text in zip(together, texts, strict=True)
     ]
 

@@ -12,7 +12,9 @@ from .base_model_relish import bounded_length
 from .configuration_checks_relish import RelishConfigError
 from .configuration_relish import RelishConfig
 from .lm_heads_relish import NumberGridHead, NumberGridOutput, grid_output
+from .modeling_relish import RelishForSequenceRegression
 from .number_grid_relish import NumberGrid
+from .training_args import RelishTrainingArguments
 
 
 class LanguageModelRegression:
@@ -69,3 +71,21 @@ def grid_diagnostics(log_probs: torch.Tensor) -> torch.Tensor:
     normalized = log_probs - log_mass[:, None]
     entropy = -(normalized.exp() * normalized).nan_to_num(0.0).sum(1)
     return torch.stack([log_mass.exp(), entropy], dim=1)
+
+
+def relish_model(
+    model: Any, args: RelishTrainingArguments, number_grid: Any, tokenizer: Any, prompt_template: str
+) -> RelishForSequenceRegression | LanguageModelRegression:
+    """Return the RELISH model, or what stands for one beside a plain causal language model."""
+    if isinstance(model, RelishForSequenceRegression):
+        if number_grid is not None:
+            raise RelishConfigError("a RELISH model has its number grid from from_backbone(number_grid=...).")
+        return model
+    if number_grid is None or not isinstance(model, PreTrainedModel):
+        raise RelishConfigError(
+            "RelishTrainer trains a RelishForSequenceRegression, or a causal language model with number_grid=...; got "
+            f"{type(model).__name__}{'' if number_grid is None else ' with a number_grid'}."
+        )
+    return LanguageModelRegression(
+        model, number_grid, tokenizer, prompt_template, args.max_length, args.objective or "raft", args.normalize_grid
+    )

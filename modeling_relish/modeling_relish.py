@@ -158,7 +158,8 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
                 raise ValueError(f"a {self.config.head_type} head asks the language model: it needs input_ids alone.")
             read = self._read_language_model(input_ids, attention_mask)
             if isinstance(head := active_head(self.score), NumberGridHead):
-                answer = grid_output(head, read, cast(RelishConfig, self.config), labels, sample_weight)
+                with maybe_autocast(read.device.type, enabled=False):
+                    answer = grid_output(head, read, cast(RelishConfig, self.config), labels, sample_weight)
                 return answer.to_tuple() if return_dict is False else answer
             with maybe_autocast(read.device.type, enabled=False):
                 prediction, attentions = self.score(read)
