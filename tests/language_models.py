@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 import transformers
-from tiny import _BERT, _GROUPED, BACKBONES, TEXTS, TOKENIZERS, _config, _set_dropout
+from tiny import _BERT, _GROUPED, _SIZES, BACKBONES, TEXTS, TOKENIZERS, _config, _set_dropout
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from modeling_relish import RelishForSequenceRegression
@@ -21,6 +21,28 @@ _OTHERS = {
     ),
     "lfm2": lambda: _config("Lfm2Config", **_GROUPED, layer_types=["conv", "full_attention"] * 2, eos_token_id=0),
     "bloom": lambda: transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4, eos_token_id=0),
+    "recurrent_gemma": lambda: _config(
+        "RecurrentGemmaConfig",
+        **_GROUPED,
+        attention_window_size=WINDOW,
+        block_types=["recurrent", "attention"],
+        bos_token_id=1,
+        eos_token_id=0,
+    ),
+    "gpt_neo": lambda: _config(
+        "GPTNeoConfig",
+        vocab_size=300,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
+    "falcon": lambda: _config("FalconConfig", **_SIZES, alibi=True, bos_token_id=1, eos_token_id=0),
     "gpt_neox": lambda: _config("GPTNeoXConfig", **_BERT, bos_token_id=1, eos_token_id=0),
 }
 KINDS = ("llama", "qwen3", "gemma3", "gpt2", "mistral")

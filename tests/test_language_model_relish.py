@@ -110,13 +110,8 @@ def plain_kernel(*args, **kwargs):
 
 AttentionInterface.register("a_kernel_of_ones_own", plain_kernel)
 AttentionMaskInterface.register("a_kernel_of_ones_own", sdpa_mask)
-SLOW = {
-    "mamba": "eager",
-    "lfm2": "sdpa",
-    "bloom": "eager",
-    "gemma3": "a_kernel_of_ones_own",
-    "llama": "a_kernel_of_ones_own",
-}
+SLOW = dict.fromkeys(["mamba", "lfm2", "bloom", "recurrent_gemma", "gpt_neo", "falcon"], "eager")
+SLOW |= dict.fromkeys(["gemma3", "llama"], "a_kernel_of_ones_own")
 
 
 @pytest.mark.parametrize("kind", SLOW)
