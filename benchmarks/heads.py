@@ -37,7 +37,7 @@ ROWS = {
 }
 
 
-def run(splits, settings, learning_rate, epochs, seed, backbone, template, label_range):
+def run(splits, settings, learning_rate, epochs, seed, backbone, template, label_range, features_dtype="bfloat16"):
     set_seed(seed)
     model = RelishForSequenceRegression.from_backbone(
         backbone,
@@ -53,6 +53,7 @@ def run(splits, settings, learning_rate, epochs, seed, backbone, template, label
             output_dir=folder, num_train_epochs=epochs, learning_rate=learning_rate, warmup_steps=0.1, seed=seed,
             eval_strategy="epoch", save_strategy="epoch", save_total_limit=1, logging_strategy="epoch", disable_tqdm=True,
             load_best_model_at_end=True, metric_for_best_model="pearson", greater_is_better=True, report_to="none",
+            features_dtype=features_dtype,
         )  # fmt: skip
         trainer = RelishTrainer(
             model, args, train_dataset=splits["train"], eval_dataset=splits["validation"], processing_class=tokenizer
@@ -81,6 +82,7 @@ def main(
     backbone: str = DEFAULT_BACKBONE,
     template: str = TEMPLATE,
     only: Annotated[list[str] | None, typer.Option(help="Rows to run.")] = None,
+    features_dtype: Annotated[str, typer.Option(help="Of the cached states; int8 to see what it costs.")] = "bfloat16",
     output: Path = Path(__file__).parent / "results",
 ):
     splits = load_splits(data, Columns(text=("text_a", "text_b"), label=("score",)))
@@ -89,7 +91,17 @@ def main(
         if only and row not in only:
             continue
         runs = [
-            run(splits, settings, learning_rate, epochs, seed, backbone, template, (label_min, label_max))
+            run(
+                splits,
+                settings,
+                learning_rate,
+                epochs,
+                seed,
+                backbone,
+                template,
+                (label_min, label_max),
+                features_dtype,
+            )
             for seed in range(seeds)
         ]
         summary = {
@@ -110,6 +122,7 @@ def main(
             "epochs": epochs,
             "batch_size": 32,
             "objective": "huber",
+            "features_dtype": features_dtype,
             "chosen_by": "validation Pearson, best epoch",
             "versions": {
                 "modeling_relish": __version__,

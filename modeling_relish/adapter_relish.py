@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME, cached_file, find_adapter_config_file, is_peft_available
 
 from .backbone_relish import BackboneError
-from .base_model_relish import quantization_of
 from .configuration_relish import RelishConfig
+from .weights_relish import quantization_of
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEAD = "score"

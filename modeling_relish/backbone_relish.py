@@ -168,6 +168,16 @@ def check_architecture(config: PreTrainedConfig, causal_lm: bool = False) -> Non
         )
 
 
+def check_language_model(model: PreTrainedModel) -> None:
+    """Refuse, by name, a loaded model that gives no probabilities of a next token; raises [`BackboneError`]."""
+    check_architecture(model.config.get_text_config(), causal_lm=True)
+    if model.get_output_embeddings() is None:
+        raise BackboneError(
+            f"{type(model).__name__} has no output layer, so it gives numbers no probabilities: load it with "
+            "AutoModelForCausalLM."
+        )
+
+
 def _is_decoder(config: PreTrainedConfig) -> bool:
     has_switch = hasattr(config, "is_decoder") and type(config) in MODEL_FOR_MASKED_LM_MAPPING
     return bool(config.is_decoder) if has_switch else True

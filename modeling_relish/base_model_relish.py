@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -27,6 +25,7 @@ from transformers.utils import (
 from .backbone_relish import (
     BackboneError,
     check_architecture,
+    check_language_model,
     cut_backbone,
     cut_config,
     model_kwargs,
@@ -34,6 +33,7 @@ from .backbone_relish import (
     shallow_copy,
 )
 from .configuration_relish import RelishConfig
+from .number_grid_relish import NumberGrid
 
 EMBEDDED_PREFIX = "embedded:"
 _HUB_ID = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")
@@ -209,13 +209,16 @@ def _from_pretrained(
     return backbone
 
 
-def bounded_length(max_length: int, config: Any) -> int:
-    """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index)."""
+def bounded_length(max_length: int, config: Any, num_appended_tokens: int = 0) -> int:
+    """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index).
+
+    Tokens that are run after the prompt, as those of numbers, need positions too.
+    """
     positions = getattr(config, "max_position_embeddings", None)
     if not positions:
         return max_length
     offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
-    return min(max_length, positions - offset)
+    return min(max_length, positions - offset - num_appended_tokens)
 
 
 def load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -243,7 +246,7 @@ def load_base(config: RelishConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
 def share_base(backbone: PreTrainedModel, config: RelishConfig) -> PreTrainedModel:
     """Cut a loaded base model as a head-only checkpoint reads it, the given object left as it is."""
     if config.reads_language_model:
-        check_architecture(backbone.config.get_text_config(), causal_lm=True)
+        check_language_model(backbone)
         return backbone
     bare = without_pooler(bare_model(backbone))
     if bare.config.num_hidden_layers == config.num_hidden_layers:
@@ -273,101 +276,32 @@ def without_pooler(backbone: PreTrainedModel) -> PreTrainedModel:
     return shell
 
 
-@torch.no_grad()
-def weights_digest(backbone: nn.Module) -> str:
-    """Digest every byte of a backbone's weights and their names; a second or so per GB."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(backbone.state_dict().items()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
-    return digest.hexdigest()
+def resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, revision: str | None) -> NumberGrid:
+    """Find the tokens of a number grid's values as they follow the prompt."""
+    grid = NumberGrid.from_setting(settings["number_grid"])
+    if grid.tokens is None and tokenizer is None:
+        if name is None:
+            raise BackboneError(
+                "a loaded model without a name brings no tokenizer: pass tokenizer= for the number grid."
+            )
+        tokenizer = AutoTokenizer.from_pretrained(
+            resolve_backbone(name), trust_remote_code=False, **({"revision": revision} if revision else {})
+        )
+    template = settings.get("prompt_template", RelishConfig.prompt_template)
+    return grid.resolve(tokenizer, template)
 
 
-@torch.no_grad()
-def backbone_fingerprint(backbone: nn.Module, *, fine: bool = False) -> str | None:
-    """Digest a backbone's weights cheaply: name, shape and 16 spread values of every tensor; those of an adapter do not count.
-
-    fp32 is rounded to bf16, so that a checkpoint digests alike in both. The text before the colon names the dtypes: digests
-    can be compared only where it is equal. `None` while the weights are on the meta device.
-
-    Args:
-        backbone: A bare model, or one with an adapter in it.
-        fine: 256 values of every tensor, not rounded: for a change within one process that may be small.
-    """
-    digest = hashlib.sha256()
-    dtypes = set()
-    for name, parameter in sorted(_base_parameters(backbone)):
-        if parameter.is_meta:
-            return None
-        flat = parameter.detach().reshape(-1)
-        where = torch.linspace(0, flat.numel() - 1, 256 if fine else 16, dtype=torch.float64).long().to(flat.device)
-        values = flat[where]
-        values = values.to(torch.bfloat16) if values.dtype == torch.float32 and not fine else values
-        dtypes.add(str(values.dtype).removeprefix("torch."))
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        digest.update(values.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return f"{'+'.join(sorted(dtypes))}:{digest.hexdigest()[:32]}"
+def output_row(language_model: PreTrainedModel, token: int | None) -> tuple[int, torch.Tensor]:
+    """Return a token's id (`None` = the end of text) and its (D,) row of the language model's output layer."""
+    output = language_model.get_output_embeddings()
+    if token is None:
+        eos = language_model.config.eos_token_id
+        token = eos[0] if isinstance(eos, (list, tuple)) else eos
+    if output is None or token is None:
+        raise BackboneError("a special_token head needs a causal language model and special_token_id.")
+    return token, output.weight[token]
 
 
-def realign(head: torch.nn.Module) -> None:
-    """Copy weights out of the mapped file: at odd addresses, products of one row round otherwise than before saving."""
-    for parameter in head.parameters():
-        if not parameter.is_meta and parameter.data_ptr() % 64:
-            parameter.data = parameter.data.clone()
-
-
-def bring_back(head: nn.Module) -> None:
-    """Bring back a head that `device_map` has offloaded to CPU or disk, to stay where it computes.
-
-    It is small, and it reads weights of its parts without calling them, which is where accelerate would bring them.
-    """
-    if not any(parameter.is_meta for parameter in head.parameters()):
-        return
-    try:
-        from accelerate.hooks import remove_hook_from_module
-    except ImportError as error:
-        raise BackboneError("an offloaded model needs the package accelerate: pip install accelerate.") from error
-    for module in head.modules():
-        outer = getattr(module, "_hf_hook", None)
-        for hook in getattr(outer, "hooks", [outer]):
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter.is_meta and getattr(hook, "weights_map", None) is not None:
-                    value = hook.weights_map[name].to(parameter.dtype)
-                    module._parameters[name] = nn.Parameter(value, parameter.requires_grad)
-    remove_hook_from_module(head, recurse=True)
-
-
-def keep_4_bit_weights(backbone: nn.Module) -> None:
-    """Keep bitsandbytes from repacking 4-bit weights at the first evaluation on a CPU with AVX512-BF16.
-
-    No gradient passes packed weights, and what undoes the packing, which taking a state dict does, brings other weights back
-    (bitsandbytes 0.50).
-    """
-    for module in backbone.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-
-
-def quantization_of(backbone: PreTrainedModel) -> dict[str, Any] | None:
-    """Return how a backbone was quantised as it was loaded, for its configuration."""
-    found: Any = getattr(backbone.config, "quantization_config", None)
-    return found.to_dict() if hasattr(found, "to_dict") else found
-
-
-def _base_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters under the names that they have without an adapter, which PEFT puts around a layer."""
-    wrapped = {name for name, module in backbone.named_modules() if hasattr(module, "base_layer")}
-    for name, parameter in backbone.named_parameters():
-        parts = name.split(".")
-        owner = next((".".join(parts[:i]) for i in range(len(parts)) if ".".join(parts[:i]) in wrapped), None)
-        if owner is None:
-            yield name, parameter
-        elif name.startswith(f"{owner}.base_layer."):
-            yield f"{owner}.{name.removeprefix(f'{owner}.base_layer.')}", parameter
-
-
-def fingerprints_differ(one: str | None, other: str | None) -> bool:
-    """Whether two digests are comparable and say that the weights are not the same."""
-    if not one or not other:
-        return False
-    return one.split(":")[0] == other.split(":")[0] and one != other
+def nothing_missing() -> dict[str, Any]:
+    """Return what `output_loading_info` says of a checkpoint that was loaded whole."""
+    return {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": ""}

@@ -7,30 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from transformers import AutoTokenizer, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
+from transformers import PreTrainedModel
 from transformers.utils.hub import resolve_revision
 
 from .adapter_relish import Adapter, adapter_config, find_adapter, put_on, save_adapter
-from .backbone_relish import BackboneError, check_architecture, cut_backbone
+from .backbone_relish import BackboneError, check_architecture, check_language_model, cut_backbone
 from .base_model_relish import (
     BACKBONE_KWARGS,
     FILE_KWARGS,
     BackboneMismatchError,
-    backbone_fingerprint,
     bare_model,
     bounded_length,
-    bring_back,
     check_safetensors,
-    fingerprints_differ,
-    keep_4_bit_weights,
     load_backbone,
     load_base,
-    quantization_of,
+    nothing_missing,
+    output_row,
     reading,
-    realign,
     resolve_backbone,
+    resolved_grid,
     share_base,
     whole_config,
     without_pooler,
@@ -38,8 +33,16 @@ from .base_model_relish import (
 from .configuration_checks_relish import LM_HEADS, RelishConfigError
 from .configuration_relish import RelishConfig
 from .hub_relish import HubMixin, write_code
-from .number_grid_relish import NumberGrid
 from .text_relish import PromptTemplate
+from .weights_relish import (
+    backbone_fingerprint,
+    bring_back,
+    fingerprints_differ,
+    keep_4_bit_weights,
+    load_head,
+    quantization_of,
+    realign,
+)
 
 
 class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
@@ -76,15 +79,19 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             RelishConfigError: for an unknown or impossible setting.
         """
         loading = {k: kwargs.pop(k) for k in BACKBONE_KWARGS if k in kwargs}
+        tokenizer = kwargs.pop("tokenizer", None)
         known = set(RelishConfig.__dataclass_fields__) | {"num_labels", "id2label", "label2id"}
         if unknown := sorted(set(kwargs) - known):
             raise RelishConfigError(f"unknown setting(s) {unknown}; RelishConfig knows {sorted(known)}.")
         layers = {k: kwargs[k] for k in ("backbone_layer", "backbone_layers") if k in kwargs}
-        tokenizer, causal_lm = kwargs.pop("tokenizer", None), kwargs.get("head_type") in (*LM_HEADS, "special_token")
+        causal_lm = kwargs.get("head_type") in (*LM_HEADS, "special_token")
         if isinstance(backbone, PreTrainedModel):
             name = backbone.config._name_or_path or None
             loaded = backbone if causal_lm else without_pooler(bare_model(backbone))
-            check_architecture(loaded.config.get_text_config(), causal_lm)
+            if causal_lm:
+                check_language_model(loaded)
+            else:
+                check_architecture(loaded.config.get_text_config())
             backbone_config = loaded.config
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer  # checked before anything is cut
             loaded = cut_backbone(loaded, cut)
@@ -96,9 +103,11 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             backbone_config = whole_config(name, {**hub, **{k: loading[k] for k in FILE_KWARGS if k in loading}})
             cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer
             loaded = load_backbone(name, cut, causal_lm=causal_lm, **hub, **loading)
-        if "number_grid" in kwargs:
-            kwargs["number_grid"] = _resolved_grid(kwargs, tokenizer, name, revision)
-        kwargs["max_length"] = bounded_length(kwargs.get("max_length", RelishConfig.max_length), backbone_config)
+        max_length, grid_tokens = kwargs.get("max_length", RelishConfig.max_length), 0
+        if kwargs.get("number_grid") is not None:
+            grid = resolved_grid(kwargs, tokenizer, name, revision)
+            kwargs["number_grid"], grid_tokens = grid.to_dict(), grid.num_appended_tokens
+        kwargs["max_length"] = bounded_length(max_length, backbone_config, grid_tokens)
         config = RelishConfig(
             backbone_name_or_path=name, backbone_revision=revision, backbone_config=backbone_config, **kwargs
         )
@@ -112,18 +121,12 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
     @classmethod
     def _from_token_row(cls, config: RelishConfig, language_model: PreTrainedModel) -> Any:
         """Start a `special_token` head at that token's row of the language model's output layer."""
-        output = language_model.get_output_embeddings()
-        token = config.special_token_id
-        if token is None:
-            eos = language_model.config.eos_token_id
-            token = eos[0] if isinstance(eos, (list, tuple)) else eos
-        if output is None or token is None:
-            raise BackboneError("a special_token head needs a causal language model and special_token_id.")
+        token, row = output_row(language_model, config.special_token_id)
         config.special_token_id = token
         base = without_pooler(bare_model(language_model))
         model = cls(config, base)._adopt_base(base)
         with torch.no_grad():
-            model.score.regressor.weight.copy_(output.weight[token].float().expand(len(config.target_names), -1))
+            model.score.regressor.weight.copy_(row.float().expand(len(config.target_names), -1))
         return model
 
     @classmethod
@@ -186,9 +189,9 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         base = load_base(config, kwargs) if backbone is None else share_base(backbone, config)
         model = cls(config, base)._adopt_base(base)
         model._file_kwargs = later
-        model._load_head(name, {k: kwargs[k] for k in FILE_KWARGS if k in kwargs})
+        load_head(model.score, name, {k: kwargs[k] for k in FILE_KWARGS if k in kwargs})
         model.eval()
-        return (model, _nothing_missing()) if loading_info else model
+        return (model, nothing_missing()) if loading_info else model
 
     @classmethod
     def _from_adapter(
@@ -207,7 +210,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             base = load_base(config, kwargs) if backbone is None else share_base(backbone, config)
             model = cls(config, base)._adopt_base(base)
         put_on(model, adapter)
-        return (model, _nothing_missing()) if loading_info else model
+        return (model, nothing_missing()) if loading_info else model
 
     @classmethod
     def _whole_from_pretrained(cls, name: str, later: dict[str, Any], *model_args: Any, **kwargs: Any) -> Any:
@@ -252,20 +255,6 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             prefixed = {f"backbone.{name}" if name else "backbone": where for name, where in device_map.items()}
             self.hf_device_map = {**prefixed, "score": device}
         return self
-
-    def _load_head(self, name: str, hub: dict[str, Any]) -> None:
-        with reading(f"the checkpoint {name!r}"):
-            file: Any = cached_file(name, SAFE_WEIGHTS_NAME, **hub)
-        state = {k.removeprefix("score."): v for k, v in load_file(file).items() if k.startswith("score.")}
-        expected = self.score.state_dict()
-        wrong = sorted(k for k in expected if k not in state or state[k].shape != expected[k].shape)
-        wrong += sorted(set(state) - set(expected))
-        if wrong:
-            raise BackboneError(
-                f"the checkpoint {name!r} does not hold the head that its config describes; it differs in {wrong[:4]} "
-                f"({len(wrong)} in all)."
-            )
-        self.score.load_state_dict(state)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load weights; for a backbone that is the base model's, the head's weights alone are complete.
@@ -369,22 +358,3 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             fingerprints_differ(self._base_fingerprint, backbone_fingerprint(self.backbone))
             or fingerprints_differ(self._base_fine_fingerprint, backbone_fingerprint(self.backbone, fine=True))
         )
-
-
-def _nothing_missing() -> dict[str, Any]:
-    return {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": ""}
-
-
-def _resolved_grid(settings: dict[str, Any], tokenizer: Any, name: str | None, revision: str | None) -> dict[str, Any]:
-    """Find the tokens of a number grid's values as they follow the prompt."""
-    grid = NumberGrid.from_setting(settings["number_grid"])
-    if grid.tokens is None and tokenizer is None:
-        if name is None:
-            raise BackboneError(
-                "a loaded model without a name brings no tokenizer: pass tokenizer= for the number grid."
-            )
-        tokenizer = AutoTokenizer.from_pretrained(
-            resolve_backbone(name), trust_remote_code=False, **({"revision": revision} if revision else {})
-        )
-    template = settings.get("prompt_template", RelishConfig.prompt_template)
-    return grid.resolve(tokenizer, template).to_dict()

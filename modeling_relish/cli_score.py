@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from .cli_numbers import Decoder, Method, load_scorer
 from .cli_shared import (
     check_columns,
     check_lengths,
@@ -43,6 +44,15 @@ def predict(
     truncation: Annotated[
         Truncation | None, typer.Option(help="longest_first or error, for too long texts; default: the model's.")
     ] = None,
+    method: Annotated[
+        Method, typer.Option(help="model, or of a language model: rail (expected number), decode, rail-sample.")
+    ] = Method.model,
+    template: Annotated[str | None, typer.Option(help="Prompt, where MODEL is a plain language model.")] = None,
+    grid: Annotated[
+        str | None, typer.Option(help="Numbers it may say, likewise: 0:5, 0:5:0.1, 1,2,4 or bad=1,good=2.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Numbers drawn for each text by rail-sample.")] = 16,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
 ) -> None:
     """Score a table's rows and write it with a prediction column, in input order; a run that was killed goes on.
 
@@ -51,12 +61,14 @@ def predict(
     from .data import RowWriter, read_rows
 
     rank, world = process_rank()
-    scorer = load_model(model)
+    scorer = load_scorer(load_model, model, method, template, grid, samples, seed)
     names = target_columns(scorer.config, column)
     cut = (truncation.value if truncation else None) or scorer.config.truncation
     writer = RowWriter(output)  # an output that cannot be written is told before anything is scored
     texts = check_rows(scorer, data, names, cut)
-    parts = ScoreParts(writer.path, [model_digest(scorer), texts, cut, str(CHUNK_ROWS)])
+    parts = ScoreParts(
+        writer.path, [model_digest(scorer), texts, cut, str(CHUNK_ROWS), f"{method.value} {samples} {seed}"]
+    )
     done = 0
     for number, chunk in enumerate(chunks(read_rows(data), CHUNK_ROWS)):
         fields = text_fields(scorer, chunk, data, done)
@@ -76,6 +88,8 @@ def predict(
                 writer.write({**row, **{name: float(f"{value:.7g}") for name, value in zip(names, score, strict=True)}})
             done += len(chunk)
     parts.remove()
+    if isinstance(scorer, Decoder) and scorer.not_numbers:
+        say(f"{scorer.not_numbers} of {scorer.answers} answers were no number and counted as 0.0")
     say(f"{done} rows written to {output}")
 
 

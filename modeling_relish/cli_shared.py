@@ -49,21 +49,18 @@ def find_layer(
     start: Callable[..., Any], splits: Any, tokenizer: Any, args: Any, work: Path, *, resume: bool
 ) -> tuple[int, dict[str, float]]:
     """Search the layer, print what was found, and keep it for a run that is resumed."""
-    from .layer_search import best_layer, search_layer
+    from .layer_search import best_layer, layer_table
+    from .trainer import RelishTrainer
 
     kept = work / "layer_search.json"
     if resume and kept.exists():
         found = {int(layer): score for layer, score in json.loads(kept.read_text()).items()}
     else:
-        found = search_layer(start(None), splits["train"], splits["validation"], tokenizer, args=args)
+        found = RelishTrainer.search_layer(start(None), splits["train"], splits["validation"], tokenizer, args=args)
         work.mkdir(parents=True, exist_ok=True)
         write_json(kept, {str(layer): score for layer, score in found.items()})
     best = best_layer(found)
-    table = Table("layer", "validation Pearson", "")
-    for layer, score in found.items():
-        bar = "█" * round(40 * max(0.0, score)) if score == score else "not a number"
-        table.add_row(f"{layer} ◀" if layer == best else str(layer), f"{score:.4f}", bar)
-    console.print(table)
+    say(layer_table(found))
     return best, {str(layer): score for layer, score in found.items()}
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .cli_numbers import grid_of_labels
 from .cli_shared import (
     DEFAULT_BACKBONE,
     choose_layer,
@@ -20,6 +21,7 @@ from .cli_shared import (
     strip_prefix,
     write_json,
 )
+from .configuration_checks_relish import GRID_OBJECTIVES
 
 
 class Head(str, Enum):
@@ -28,6 +30,9 @@ class Head(str, Enum):
     relish = "relish"
     linear = "linear"
     mlp = "mlp"
+    number_grid = "number_grid"
+    special_token = "special_token"
+    final_logits_mlp = "final_logits_mlp"
 
 
 class Objective(str, Enum):
@@ -35,6 +40,9 @@ class Objective(str, Enum):
 
     huber = "huber"
     mse = "mse"
+    raft = "raft"
+    mbr = "mbr"
+    cross_entropy = "cross_entropy"
 
 
 def train(
@@ -58,12 +66,19 @@ def train(
     backbone_layer: Annotated[
         str, typer.Option(help="A layer's number, 'middle', 'last', or 'auto' to search.")
     ] = "middle",
-    head: Annotated[Head, typer.Option(help="relish, linear or mlp.")] = Head.relish,
+    head: Annotated[
+        Head, typer.Option(help="relish, linear, mlp; or on the language model's own words, number_grid and others.")
+    ] = Head.relish,
     pooling: Annotated[str, typer.Option(help="mean, last or first token (linear, mlp).")] = "mean",
-    objective: Annotated[Objective, typer.Option(help="huber or mse.")] = Objective.huber,
+    objective: Annotated[
+        Objective, typer.Option(help="huber or mse; raft, mbr or cross_entropy train the language model's own numbers.")
+    ] = Objective.huber,
+    grid: Annotated[
+        str | None, typer.Option(help="Numbers it may say: 0:5, 0:5:0.1, 1,2,4 or bad=1,good=2. Default: the scale's.")
+    ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the training rows.")] = 8.0,
     learning_rate: Annotated[
-        float | None, typer.Option(help="Default 3e-4 for relish, 1e-3 for linear and mlp.")
+        float | None, typer.Option(help="Default 3e-4 for relish, 1e-3 for other heads, 2e-4 with --lora.")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 32,
     weight: Annotated[str | None, typer.Option(help="Column with a weight per row.")] = None,
@@ -103,6 +118,13 @@ def train(
     if lora and train_backbone:
         raise ValueError("--lora trains an adapter, --train-backbone every weight: choose one of them.")
     peft_config = lora_config(lora_rank) if lora else None
+    if objective.value in GRID_OBJECTIVES:
+        head = Head.number_grid
+    reads_end = head in (Head.number_grid, Head.special_token, Head.final_logits_mlp)
+    if head is Head.number_grid and not (lora or train_backbone):
+        raise ValueError("the language model's own numbers are trained with --lora or --train-backbone.")
+    if grid is not None and head is not Head.number_grid:
+        raise ValueError("--grid is for the language model's own numbers: --objective raft, mbr or cross_entropy.")
     work = output / "checkpoints"
     if not (resume or overwrite) and any(work.glob("checkpoint-*")):
         raise ValueError(f"{work} has checkpoints of a run that did not end; --resume it, or --overwrite them.")
@@ -117,15 +139,21 @@ def train(
     say(f"rows: {', '.join(f'{name} {len(split)}' for name, split in splits.items())}\nprompt: {template!r}")
     scale = {} if label_min is None else {"label_min": [label_min] * len(label), "label_max": [label_max] * len(label)}
 
+    more_settings: dict[str, Any] = {}
+    if head is Head.number_grid:
+        known = None if label_min is None or label_max is None else (label_min, label_max)
+        found_grid = grid_of_labels(grid, [row[0] for row in splits["train"]["labels"]], known)
+        more_settings = {"number_grid": found_grid, "normalize_grid": objective is Objective.mbr}
+
     def start(layer: int | None, **more: Any) -> RelishForSequenceRegression:
         set_seed(seed)
         return RelishForSequenceRegression.from_backbone(
             backbone, revision=revision, backbone_layer=layer, head_type=head.value, pooling=pooling, num_labels=len(label),
             prompt_template=template, max_length=max_length, objective=objective.value,
-            dtype="float32" if train_backbone else compute_dtype(), **scale, **more,
+            dtype="float32" if train_backbone else compute_dtype(), **scale, **more_settings, **more,
         )  # fmt: skip
 
-    layer = choose_layer(backbone, backbone_layer, revision)
+    layer = choose_layer(backbone, "last" if reads_end else backbone_layer, revision)
     tokenizer = AutoTokenizer.from_pretrained(
         resolve_backbone(backbone), **({"revision": revision} if revision else {})
     )
@@ -133,12 +161,13 @@ def train(
         shutil.rmtree(work, ignore_errors=True)
     args = RelishTrainingArguments(
         output_dir=str(work), num_train_epochs=epochs, per_device_train_batch_size=batch_size,
-        learning_rate=learning_rate or (3e-4 if head is Head.relish else 1e-3), freeze_backbone=not train_backbone,
+        learning_rate=learning_rate or (2e-4 if lora else 3e-4 if head is Head.relish else 1e-3),
+        freeze_backbone=not train_backbone,
         label_columns=list(label), eval_strategy="epoch", save_strategy="epoch", save_total_limit=1, logging_strategy="epoch",
         load_best_model_at_end=True, metric_for_best_model="pearson", greater_is_better=True, warmup_steps=0.1,
         report_to="none", seed=seed, dataset_name=Path(data).name if Path(data).exists() else data,
     )  # fmt: skip
-    if backbone_layer == "auto":
+    if backbone_layer == "auto" and not reads_end:
         best, found = find_layer(start, splits, tokenizer, args, work, resume=resume)
         model = start(best, layer_search=found)
     else:

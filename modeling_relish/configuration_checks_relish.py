@@ -16,6 +16,8 @@ LATENT_COMBINATIONS = ("mean", "concat")
 REGRESSORS = ("linear", "mlp")
 GRID_OBJECTIVES = ("raft", "mbr", "cross_entropy")
 OBJECTIVES = ("huber", "mse", *GRID_OBJECTIVES)
+# A layer that RelishTrainer is to choose.
+AUTO_LAYER = "auto"
 TRUNCATIONS = ("longest_first", "error")
 
 
@@ -125,7 +127,7 @@ def check_backbone_layers(config: PreTrainedConfig) -> None:
     total = config.num_hidden_layers
     layers = config.backbone_layers
     if layers is None:
-        layers = [total if config.backbone_layer is None else config.backbone_layer]
+        layers = [total if config.backbone_layer in (None, AUTO_LAYER) else config.backbone_layer]
     for layer in layers:
         _positive_int("backbone_layer", layer)
         if layer > total:

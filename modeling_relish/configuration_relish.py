@@ -10,6 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from .configuration_checks_relish import (
+    AUTO_LAYER,
     LM_HEADS,
     RelishConfigError,
     check_backbone_layers,
@@ -80,7 +81,8 @@ class RelishConfig(PreTrainedConfig):
         backbone_fingerprint: Digest of the backbone's weights, written by the library and compared on load.
         backbone_in_checkpoint: Whether the checkpoint holds the backbone's weights (`False` = the head alone).
         backbone_layer: Transformer layer whose output the head reads, 1 .. number of layers. `None` = the last one with
-            the final norm. The layers above are neither loaded nor run.
+            the final norm. `"auto"` lets `RelishTrainer` search for it (until then it is the last).
+            The layers above are neither loaded nor run.
         backbone_layers: Several layers to read at once, in place of `backbone_layer`: the head learns a softmax mix of them
             (each under its own LayerNorm). The backbone is cut at the highest.
         layer_search: What a layer search measured, layer -> validation Pearson; written by it.
@@ -132,7 +134,7 @@ class RelishConfig(PreTrainedConfig):
     backbone_config: Any = None
     backbone_fingerprint: str | None = None
     backbone_in_checkpoint: bool = True
-    backbone_layer: int | None = None
+    backbone_layer: int | str | None = None
     backbone_layers: list | None = None
     layer_search: dict | None = None
     evaluation: dict | None = None
@@ -216,7 +218,8 @@ class RelishConfig(PreTrainedConfig):
     @property
     def read_layers(self) -> list[int]:
         """The layers whose states the head reads, 1 .. number of layers."""
-        return self.backbone_layers or [self.backbone_layer or self.num_hidden_layers]
+        own = None if self.backbone_layer == AUTO_LAYER else self.backbone_layer
+        return self.backbone_layers or [own or self.num_hidden_layers]
 
     @property
     def cut_layer(self) -> int:
@@ -238,7 +241,7 @@ class RelishConfig(PreTrainedConfig):
         """What is read, for messages."""
         if self.backbone_layers is not None:
             return f"layers {self.backbone_layers}"
-        return "last layer" if self.backbone_layer is None else f"layer {self.backbone_layer}"
+        return "last layer" if self.backbone_layer in (None, AUTO_LAYER) else f"layer {self.backbone_layer}"
 
     @property
     def uses_input_norm(self) -> bool:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
+from .language_model_relish import unwrapped
 from .number_grid_relish import number_strings
-from .text_relish import PromptTemplate, encode_rows, tokenize
+from .text_relish import PromptTemplate, encode_rows, prompt_row, tokenize
 
 logger = logging.get_logger(__name__)
 
@@ -57,6 +60,7 @@ def decode_numbers(
     num_samples: int = 0,
     temperature: float = 1.0,
     max_length: int = 1024,
+    truncation: str = "longest_first",
     max_new_tokens: int = 8,
     batch_size: int = 16,
     seed: int = 0,
@@ -69,68 +73,125 @@ def decode_numbers(
         tokenizer: Its tokenizer.
         texts: Strings, pairs, or dicts with the template's fields.
         prompt_template: The prompt, ending in words that ask for the number.
-        examples: (text, label) pairs to show first (many-shot); their keys and values are computed once.
+        examples: (text, label) pairs to show first (many-shot); their keys and values are computed once. Labels are
+            written with two decimals at most.
         num_samples: 0 decodes greedily; k > 0 draws k texts a row and averages them (RAIL by sampling).
         temperature: Of the samples; 1 is the model's own distribution, as RAIL has it.
         max_length: Longest prompt in tokens, the examples not counted.
+        truncation: Of longer ones, as in [`encode_rows`].
         max_new_tokens: Tokens to write at most.
         batch_size: Prompts at once.
         seed: Of the samples; torch's own random state is left as it was.
         show_progress_bar: A bar over batches.
     """
-    template = PromptTemplate(prompt_template)
-    ids = list(encode_rows(texts, template, tokenizer, max_length))
-    prefix = _examples_prefix(examples, template, tokenizer)
-    if prefix and tokenizer.bos_token_id is not None:  # once, at the very beginning
-        ids = [row[1:] if row[:1] == [tokenizer.bos_token_id] else row for row in ids]
-    cache = _run_prefix(language_model, prefix)
-    order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+    ids = _prompts(texts, prompt_template, tokenizer, max_length, truncation, after_examples=bool(examples))
+    prefix = _examples_prefix(examples, prompt_template, tokenizer)
     written: list[list[str]] = [[] for _ in ids]
-    was_training = language_model.training
-    language_model.eval()
-    with torch.random.fork_rng(enabled=num_samples > 0):
-        torch.manual_seed(seed) if num_samples else None
-        starts = range(0, len(order), batch_size)
-        for start in logging.tqdm(starts, desc="decode", unit="batch", disable=not show_progress_bar):
-            rows = order[start : start + batch_size]
-            for row, found in zip(
-                rows,
-                _write(
-                    language_model,
-                    tokenizer,
-                    [ids[i] for i in rows],
-                    prefix,
-                    cache,
-                    num_samples,
-                    temperature,
-                    max_new_tokens,
-                ),
-                strict=True,
-            ):
-                written[row] = found
-    language_model.train(was_training)
+    devices = range(torch.cuda.device_count())
+    with _as_it_is(language_model), torch.random.fork_rng(devices, enabled=num_samples > 0):
+        cache = _run_prefix(language_model, prefix)
+        if cache is None:
+            ids, prefix = [prefix + row for row in ids], []
+        if num_samples:
+            torch.manual_seed(seed)
+        batches = _batches([len(row) for row in ids], batch_size, cache)
+        for rows in logging.tqdm(batches, desc="decode", unit="batch", disable=not show_progress_bar):
+            prompts = [ids[i] for i in rows]
+            found = _write(language_model, tokenizer, prompts, prefix, cache, num_samples, temperature, max_new_tokens)
+            for row, answers in zip(rows, found, strict=True):
+                written[row] = answers
     numbers = [[parse_number(text) for text in row] for row in written]
     values = np.array([np.mean([0.0 if v is None else v for v in row]) for row in numbers], dtype=np.float64)
     return DecodedNumbers(values, written, sum(v is None for row in numbers for v in row))
 
 
-def _examples_prefix(examples: Sequence[tuple[Any, float]], template: PromptTemplate, tokenizer: Any) -> list[int]:
+def _prompts(
+    texts: Sequence[Any],
+    prompt_template: str,
+    tokenizer: Any,
+    max_length: int,
+    truncation: str,
+    *,
+    after_examples: bool,
+) -> list[list[int]]:
+    """Return the rows' token ids, as they follow the examples where there are some: no BOS, no space put in front."""
+    template = PromptTemplate(prompt_template)
+    if not after_examples:
+        return list(encode_rows(texts, template, tokenizer, max_length, truncation))
+    before = tokenize(BETWEEN_EXAMPLES, tokenizer)
+    together = encode_rows(
+        texts, PromptTemplate(BETWEEN_EXAMPLES + prompt_template), tokenizer, max_length + len(before), truncation
+    )
+    # Where the two merge into one token, there is no such place to cut, and the row stands as it would alone.
+    return [
+        whole[len(before) :]
+        if whole[: len(before)] == before
+        else next(encode_rows([text], template, tokenizer, max_length, truncation))
+        for whole, text in zip(together, texts, strict=True)
+    ]
+
+
+def _examples_prefix(examples: Sequence[tuple[Any, float]], prompt_template: str, tokenizer: Any) -> list[int]:
     if not examples:
         return []
     labels = number_strings([round(float(label), 2) for _, label in examples])
-    shown = [
-        template.render(template.row(text, i)) + ("" if template.template[-1].isspace() else " ") + label
-        for i, ((text, _), label) in enumerate(zip(examples, labels, strict=True))
-    ]
-    return tokenize(BETWEEN_EXAMPLES.join(shown) + BETWEEN_EXAMPLES, tokenizer)
+    separator = "" if prompt_template[-1].isspace() else " "
+    shown, with_special_tokens = "", True
+    for i, ((example, _), label) in enumerate(zip(examples, labels, strict=True)):
+        template = PromptTemplate(BETWEEN_EXAMPLES + prompt_template if i else prompt_template)
+        row, special = prompt_row(example, template, tokenizer, i)
+        with_special_tokens = with_special_tokens if i else special
+        shown += template.render(row) + separator + label
+    return tokenize(shown + BETWEEN_EXAMPLES, tokenizer, with_special_tokens)
+
+
+@contextmanager
+def _as_it_is(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model say what it says: no dropout, and no repetition penalty or the like from its checkpoint."""
+    owners = [model] if unwrapped(model) is model else [model, unwrapped(model)]
+    kept = [owner.generation_config for owner in owners]
+    ends = {name: getattr(kept[-1], name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    was_training = model.training
+    model.eval()
+    try:
+        for owner in owners:
+            owner.generation_config = GenerationConfig(**ends)
+        yield
+    finally:
+        for owner, config in zip(owners, kept, strict=True):
+            owner.generation_config = config
+        model.train(was_training)
 
 
 def _run_prefix(model: PreTrainedModel, prefix: list[int]) -> DynamicCache | None:
+    """Return the examples' keys and values; `None` where there are none, or the model keeps more than these."""
     if not prefix:
         return None
     cache = DynamicCache(config=model.config.get_text_config())
+    if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+        logger.warning_once(
+            f"{type(model).__name__} has states that cannot be shared; the examples run with every row."
+        )
+        return None
     model(input_ids=torch.tensor([prefix], device=model.device), cache=cache, use_cache=True, logits_to_keep=1)
     return cache
+
+
+def _batches(lengths: list[int], batch_size: int, cache: DynamicCache | None) -> list[list[int]]:
+    """Return row numbers, the longest rows first.
+
+    Padding lies between the examples and a shorter row. A sliding window would count it: then rows of one length alone go
+    together.
+    """
+    may_pad = cache is None or all(type(layer) is DynamicLayer for layer in cache.layers)
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        last = batches[-1] if batches else []
+        if last and len(last) < batch_size and (may_pad or lengths[last[0]] == lengths[row]):
+            last.append(row)
+        else:
+            batches.append([row])
+    return batches
 
 
 def _write(
@@ -157,8 +218,6 @@ def _write(
     if num_samples:
         kwargs |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         ids, mask = ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0)
-    else:
-        kwargs |= {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     written = model.generate(
         input_ids=ids, attention_mask=mask.to(model.device), max_new_tokens=max_new_tokens, pad_token_id=pad, **kwargs
     )

@@ -22,7 +22,7 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
 from .backbone_relish import check_finite
-from .base_model_relish import cache_root, weights_digest
+from .base_model_relish import cache_root
 from .feature_files import (
     Row,
     Shard,
@@ -39,6 +39,7 @@ from .feature_files import (
 )
 from .modeling_relish import RelishForSequenceRegression
 from .text_relish import pad_batch
+from .weights_relish import weights_digest
 
 logger = logging.get_logger(__name__)
 

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import cached_file, logging
 
-from .base_model_relish import EMBEDDED_PREFIX, backbone_fingerprint, is_local_name, weights_digest
+from .base_model_relish import EMBEDDED_PREFIX, is_local_name
 from .configuration_relish import RelishConfig
+from .weights_relish import backbone_fingerprint, weights_digest
 
 logger = logging.get_logger(__name__)
 

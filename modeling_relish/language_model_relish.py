@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
-from .backbone_relish import check_rows
+from .backbone_relish import check_finite, check_rows
 from .number_grid_relish import TokenTrie
 
 logger = logging.get_logger(__name__)
@@ -34,7 +35,7 @@ def grid_log_probs(
         trie: The grid's tokens.
 
     Raises:
-        EmptyRowError: for a row without a token.
+        EmptyRowError, NonFiniteStatesError: for a row without a token, and for logits that are not finite.
     """
     if len(trie) == 0:
         return trie.log_probs(last_logits(model, input_ids, attention_mask)[:, None])
@@ -49,10 +50,15 @@ def grid_log_probs(
 
 
 def last_logits(model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return (B, V) logits after the prompt's last token; arguments as [`grid_log_probs`]."""
+    """Return (B, V) logits after the prompt's last token; arguments and errors as [`grid_log_probs`]."""
     check_rows(attention_mask)
     ids, mask = pad_left(input_ids, attention_mask)
-    return _logits(model, ids, mask.long(), mask.long().cumsum(1).sub(1).clamp(min=0), 1)[:, 0]
+    if _odd_layers(model) is None:
+        logits = _logits(model, ids, mask.long(), mask.long().cumsum(1).sub(1).clamp(min=0), 1)
+    else:
+        logits = _without_padding(ids, mask, lambda rows: _logits(model, *_all_tokens(rows), 1))
+    check_finite(logits, torch.ones_like(logits[..., 0]), "the language model's logits")
+    return logits[:, 0]
 
 
 def pad_left(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,30 +70,50 @@ def pad_left(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[tor
 
 def no_tree_mask(model: nn.Module) -> str | None:
     """Say why a model cannot take the trie's mask; `None` where it can."""
-    causal = _unwrapped(model)
+    causal = unwrapped(model)
     config = causal.config.get_text_config()
     name = type(causal).__name__
     kernel = getattr(config, "_attn_implementation", None)
     if kernel not in _MASKED_KERNELS:
         return f"{name} runs under attn_implementation={kernel!r}, which takes no mask but padding (sdpa and eager do)"
-    if "position_ids" not in inspect.signature(causal.forward).parameters:
-        return f"{name} takes no position_ids"
-    types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if getattr(causal, "_is_stateful", False) or not types <= _KNOWN_LAYER_TYPES:
-        return f"{name} has layers without a plain attention mask ({sorted(types)})"
-    if len(types) > 1 and not _takes_masks_by_type(causal):
+    if (reason := _odd_layers(model)) is not None:
+        return reason
+    types = set(getattr(config, "layer_types", None) or ())
+    if len(types) > 1 and not _decoder_says(causal, "causal_mask_mapping := attention_mask"):
         return f"{name} mixes full and sliding attention and takes no mask for each"
+    if not types and _window(config) and not _decoder_says(causal, "create_sliding_window_causal_mask"):
+        return f"{name} has a sliding window of its own kind"
     return None
 
 
-def _takes_masks_by_type(causal: Any) -> bool:
+def _odd_layers(model: nn.Module) -> str | None:
+    """Say why a model's layers may read padding, or take no mask of ours; `None` for transformers' common attention."""
+    causal = unwrapped(model)
+    name = type(causal).__name__
+    if "position_ids" not in inspect.signature(causal.forward).parameters:
+        return f"{name} takes no position_ids"
+    types = set(getattr(causal.config.get_text_config(), "layer_types", None) or ())
+    if getattr(causal, "_is_stateful", False) or not types <= _KNOWN_LAYER_TYPES:
+        return f"{name} has layers without a plain attention mask ({sorted(types)})"
+    if not getattr(causal, "_supports_attention_backend", False):
+        return f"{name} has an attention of its own kind"
+    return None
+
+
+def _window(config: Any) -> int | None:
+    """Return the length of the sliding window that is in use."""
+    window = getattr(config, "sliding_window", None)
+    return None if getattr(config, "use_sliding_window", True) is False else window
+
+
+def _decoder_says(causal: Any, words: str) -> bool:
     try:
-        return "causal_mask_mapping := attention_mask" in inspect.getsource(type(causal.get_decoder()))
+        return words in inspect.getsource(type(causal.get_decoder()))
     except (OSError, TypeError):  # no source at hand: not known, so no
         return False
 
 
-def _unwrapped(model: Any) -> Any:
+def unwrapped(model: Any) -> Any:
     """Return the causal language model inside wrappers of distributed training, compilation and PEFT."""
     while True:
         if hasattr(model, "get_base_model"):
@@ -119,10 +145,8 @@ def _tree_logits(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, trie: 
 
 def _masks(model: nn.Module, allowed: torch.Tensor, positions: torch.Tensor) -> Any:
     """Bring a boolean (B, S, S) mask into the form that the model's layers take."""
-    config = _unwrapped(model).config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True) is False:
-        window = None
+    config = unwrapped(model).config.get_text_config()
+    window = _window(config)
     types = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window else ["full_attention"]))
     masks = {}
     for kind in types:
@@ -142,7 +166,7 @@ def _for_kernel(mask: torch.Tensor, model: nn.Module, kernel: str) -> torch.Tens
 
 def _logits(model: nn.Module, ids: torch.Tensor, mask: Any, positions: torch.Tensor, keep: int) -> torch.Tensor:
     """Return the last `keep` positions' logits; the vocabulary is never multiplied with the others' states."""
-    accepted = inspect.signature(_unwrapped(model).forward).parameters
+    accepted = inspect.signature(unwrapped(model).forward).parameters
     kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
     kwargs |= {"position_ids": positions} if "position_ids" in accepted else {}
     kwargs |= {"use_cache": False} if "use_cache" in accepted else {}
@@ -151,13 +175,29 @@ def _logits(model: nn.Module, ids: torch.Tensor, mask: Any, positions: torch.Ten
 
 
 def _one_by_one(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, trie: TokenTrie) -> torch.Tensor:
-    """The slow and plain way: one forward for every candidate."""
-    found = []
-    for sequence in trie.sequences:
-        tokens = torch.tensor(sequence, device=ids.device).expand(len(ids), -1)
-        everything = torch.cat([ids, tokens[:, :-1]], dim=1)
-        seen = torch.cat([mask, torch.ones_like(tokens[:, :-1], dtype=torch.bool)], dim=1)
-        positions = seen.long().cumsum(1).sub(1).clamp(min=0)
-        logits = _logits(model, everything, seen.long(), positions, len(sequence)).float()
-        found.append(torch.log_softmax(logits, -1).gather(-1, tokens[..., None]).sum((1, 2)))
-    return torch.stack(found, dim=1)
+    """The slow and plain way: every candidate behind the prompt, without padding, which not every model can ignore."""
+
+    def score(rows: torch.Tensor) -> torch.Tensor:
+        found = []
+        for sequence in trie.sequences:
+            tokens = torch.tensor(sequence[:-1], dtype=torch.long, device=ids.device).expand(len(rows), -1)
+            logits = _logits(model, *_all_tokens(torch.cat([rows, tokens], dim=1)), len(sequence))
+            found.append(TokenTrie([sequence]).log_probs(logits))
+        return torch.cat(found, dim=1)
+
+    return _without_padding(ids, mask, score)
+
+
+def _without_padding(
+    ids: torch.Tensor, mask: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Run rows of one length together; `ids` and `mask` are padded on the left, results come in the rows' order."""
+    lengths = mask.sum(1)
+    groups = [(lengths == length).nonzero()[:, 0] for length in lengths.unique()]
+    found = torch.cat([run(ids[rows, -int(lengths[rows[0]]) :]) for rows in groups])
+    return found[torch.cat(groups).argsort()]
+
+
+def _all_tokens(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ids, mask and positions of rows without padding."""
+    return ids, torch.ones_like(ids), torch.arange(ids.shape[1], device=ids.device).expand_as(ids)

@@ -6,17 +6,17 @@ The layer moves a frozen regressor's quality more than anything else, and a lowe
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from transformers import set_seed
 from transformers.utils import logging
 
+from .backbone_relish import cut_backbone
 from .base_model_relish import bare_model
 from .features import FeatureCache, fill_layers
 from .modeling_relish import RelishForSequenceRegression
-from .trainer import RelishTrainer
 from .training_args import RelishTrainingArguments
 from .training_data import token_ids
 
@@ -49,6 +49,7 @@ def search_layer(
     eval_dataset: Any,
     processing_class: Any,
     *,
+    trainer_class: Callable[..., Any],
     layers: Sequence[int] | None = None,
     sample_rows: int = SAMPLE_ROWS,
     validation_rows: int = VALIDATION_ROWS,
@@ -62,6 +63,7 @@ def search_layer(
         train_dataset: `datasets.Dataset`, as for [`RelishTrainer`].
         eval_dataset: The same; never the test rows.
         processing_class: The tokenizer.
+        trainer_class: `RelishTrainer`; `RelishTrainer.search_layer` is this function with it.
         layers: Candidates; `None` = [`candidate_layers`].
         sample_rows: Training rows used, drawn by `args.seed`.
         validation_rows: Validation rows used.
@@ -84,12 +86,33 @@ def search_layer(
         train = _sample(train_dataset, sample_rows, fit_args.seed)
         validation = _sample(eval_dataset, validation_rows, fit_args.seed)
         _extract(model, layers, [train, validation], processing_class, fit_args)
-        return {layer: _fit(model, layer, train, validation, processing_class, fit_args) for layer in layers}
+        return {
+            layer: _fit(trainer_class, model, layer, train, validation, processing_class, fit_args) for layer in layers
+        }
 
 
 def best_layer(results: dict[int, float]) -> int:
     """Return the layer with the best Pearson; of equals, and where none is a number, the lowest."""
     return min(results, key=lambda layer: (-np.nan_to_num(results[layer], nan=-np.inf), layer))
+
+
+def layer_table(results: dict[int, float]) -> str:
+    """Return a search's results as a table with bars, the best layer marked."""
+    best = best_layer(results)
+    lines = ["layer  validation Pearson"]
+    for layer, score in results.items():
+        bar = "█" * round(40 * max(0.0, score)) if score == score else "not a number"
+        lines.append(f"{layer:>5}{'◀' if layer == best else ' '} {score:.4f} {bar}")
+    return "\n".join(lines)
+
+
+def set_layer(model: RelishForSequenceRegression, layer: int) -> None:
+    """Cut a model over the whole backbone at a layer, in place; its head stays as it is, and reads that layer."""
+    model.config.backbone_layer = None if layer == model.config.num_hidden_layers else layer
+    model.config.backbone_fingerprint = None  # of the whole backbone; now that of the layers that are left
+    model.backbone = cut_backbone(model.backbone, layer)
+    model._adopt_base(model.backbone)
+    model.score.reader.input_norm = model.config.uses_input_norm
 
 
 def _fit_arguments(args: RelishTrainingArguments | None, folder: str, epochs: float) -> RelishTrainingArguments:
@@ -137,6 +160,7 @@ def _extract(
 
 
 def _fit(
+    trainer_class: Callable[..., Any],
     model: RelishForSequenceRegression,
     layer: int,
     train: Any,
@@ -146,7 +170,7 @@ def _fit(
 ) -> float:
     set_seed(args.seed)  # every layer's head starts alike
     candidate = at_layer(model, layer)
-    trainer = RelishTrainer(candidate, args, train_dataset=train, eval_dataset=validation, processing_class=tokenizer)
+    trainer = trainer_class(candidate, args, train_dataset=train, eval_dataset=validation, processing_class=tokenizer)
     trainer.train()
     scores = [entry["eval_pearson"] for entry in trainer.state.log_history if "eval_pearson" in entry]
     return float(np.nanmax(scores)) if not np.isnan(scores).all() else float("nan")

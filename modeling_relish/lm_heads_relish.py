@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils.generic import maybe_autocast
 
 from .configuration_checks_relish import RelishConfigError
 from .configuration_relish import RelishConfig
@@ -38,6 +39,11 @@ class NumberGridHead(nn.Module):
                 "the number grid has no tokens yet: start the model with from_backbone, or call NumberGrid.resolve(tokenizer, "
                 "prompt_template)."
             )
+        if (largest := max(map(max, grid.tokens))) >= config.vocab_size:
+            raise RelishConfigError(
+                f"the number grid has the token {largest}, and the language model's vocabulary ends at {config.vocab_size - 1}: "
+                "after adding tokens call resize_token_embeddings(len(tokenizer)) on it first."
+            )
         self.normalize = config.normalize_grid
         self.trie = TokenTrie(grid.tokens)
         values = torch.tensor(grid.values, dtype=torch.float32)
@@ -64,14 +70,15 @@ def grid_output(
     sample_weight: torch.Tensor | None = None,
 ) -> NumberGridOutput:
     """Return the expected numbers in label units, and the loss of the config's objective where labels are given."""
-    logits, _ = head(log_probs)
-    loss = None
-    if labels is not None:
-        targets = check_labels(labels.to(logits.device), len(logits), 1)
-        loss = grid_loss(
-            log_probs, head.values, targets, config.objective, scale=config.label_std[0] if config.label_std else 1.0,
-            huber_delta=config.huber_delta, normalize=head.normalize, sample_weight=sample_weight,
-        )  # fmt: skip
+    with maybe_autocast(log_probs.device.type, enabled=False):  # products in bf16 would keep three digits of the answer
+        logits, _ = head(log_probs)
+        loss = None
+        if labels is not None:
+            targets = check_labels(labels.to(logits.device), len(logits), 1)
+            loss = grid_loss(
+                log_probs, head.values, targets, config.objective, scale=config.label_std[0] if config.label_std else 1.0,
+                huber_delta=config.huber_delta, normalize=head.normalize, sample_weight=sample_weight,
+            )  # fmt: skip
     return NumberGridOutput(loss=loss, logits=logits, log_probs=log_probs)
 
 

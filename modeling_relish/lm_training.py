@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .backbone_relish import check_architecture
+from .backbone_relish import check_language_model
+from .base_model_relish import bounded_length
 from .configuration_checks_relish import RelishConfigError
 from .configuration_relish import RelishConfig
 from .lm_heads_relish import NumberGridHead, NumberGridOutput, grid_output
+from .modeling_relish import RelishForSequenceRegression
 from .number_grid_relish import NumberGrid
+from .training_args import RelishTrainingArguments
 
 
 class LanguageModelRegression:
@@ -40,20 +43,25 @@ class LanguageModelRegression:
         grid = NumberGrid.from_setting(number_grid)
         if grid.tokens is None and tokenizer is None:
             raise RelishConfigError("the number grid has no tokens yet: pass processing_class=tokenizer.")
+        check_language_model(language_model)
+        grid = grid.resolve(tokenizer, prompt_template)
         text_config = language_model.config.get_text_config()
-        check_architecture(text_config, causal_lm=True)
         self.config = RelishConfig(
-            backbone_config=text_config, head_type="number_grid", objective=objective, prompt_template=prompt_template,
-            max_length=max_length, normalize_grid=objective == "mbr" if normalize is None else normalize,
-            number_grid=grid.resolve(tokenizer, prompt_template).to_dict(),
-        )  # fmt: skip
+            backbone_config=text_config,
+            head_type="number_grid",
+            number_grid=grid.to_dict(),
+            objective=objective,
+            normalize_grid=objective == "mbr" if normalize is None else normalize,
+            prompt_template=prompt_template,
+            max_length=bounded_length(max_length, text_config, grid.num_appended_tokens),
+        )
         self.head = NumberGridHead(self.config)
         self.backbone_is_frozen = False
 
     def outputs(self, model: torch.nn.Module, inputs: dict[str, Any]) -> NumberGridOutput:
         """Run the language model, in whatever wrapper it is trained, on a padded batch; loss where it has labels."""
+        self.head.to(inputs["input_ids"].device)
         log_probs = self.head.read(model, inputs["input_ids"], inputs["attention_mask"])
-        self.head.to(log_probs.device)
         return grid_output(self.head, log_probs, self.config, inputs.get("labels"), inputs.get("sample_weight"))
 
 
@@ -63,3 +71,21 @@ def grid_diagnostics(log_probs: torch.Tensor) -> torch.Tensor:
     normalized = log_probs - log_mass[:, None]
     entropy = -(normalized.exp() * normalized).nan_to_num(0.0).sum(1)
     return torch.stack([log_mass.exp(), entropy], dim=1)
+
+
+def relish_model(
+    model: Any, args: RelishTrainingArguments, number_grid: Any, tokenizer: Any, prompt_template: str
+) -> RelishForSequenceRegression | LanguageModelRegression:
+    """Return the RELISH model, or what stands for one beside a plain causal language model."""
+    if isinstance(model, RelishForSequenceRegression):
+        if number_grid is not None:
+            raise RelishConfigError("a RELISH model has its number grid from from_backbone(number_grid=...).")
+        return model
+    if number_grid is None or not isinstance(model, PreTrainedModel):
+        raise RelishConfigError(
+            "RelishTrainer trains a RelishForSequenceRegression, or a causal language model with number_grid=...; got "
+            f"{type(model).__name__}{'' if number_grid is None else ' with a number_grid'}."
+        )
+    return LanguageModelRegression(
+        model, number_grid, tokenizer, prompt_template, args.max_length, args.objective or "raft", args.normalize_grid
+    )

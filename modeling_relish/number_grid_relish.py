@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from transformers.utils.generic import maybe_autocast
 
+from .backbone_relish import check_finite
 from .text_relish import PromptTemplate, TemplateError, tokenize
 
 AUTO = "auto"
@@ -36,7 +38,7 @@ class NumberGrid:
         tokens: Token ids after the prompt, one sequence for each value; found by [`resolve`].
 
     Raises:
-        NumberGridError: for an empty grid, a value that is not finite, or two that are equal.
+        NumberGridError: for an empty grid, a value that is no finite number, two that are equal, or tokens that do not fit.
     """
 
     values: tuple[float, ...]
@@ -46,7 +48,7 @@ class NumberGrid:
     tokens: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        values = tuple(float(v) for v in self.values)
+        values = tuple(_number(v) + 0.0 for v in self.values)  # + 0.0: what is -0.0 would be written "-0"
         if not values:
             raise NumberGridError("the number grid is empty: give at least one value.")
         if bad := [v for v in values if not math.isfinite(v)]:
@@ -60,17 +62,21 @@ class NumberGrid:
             raise NumberGridError(f"the number grid writes {empty} as nothing.")
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "strings", strings)
+        if self.tokens is not None:
+            self._check_tokens(self.tokens)
 
     # ------------------------------------------------------------------ ways to write one
 
     @classmethod
     def between(cls, start: float, stop: float, step: float = 1.0, **kwargs: Any) -> NumberGrid:
         """Return start, start + step, ... stop, written with the decimals of `step` and `start`: `between(0, 5, 0.1)`."""
-        if not (step > 0 and stop >= start):
-            raise NumberGridError(f"a grid runs upwards in steps above 0, got from {start} to {stop} by {step}.")
+        if not (0 < step < math.inf and -math.inf < start <= stop < math.inf):
+            raise NumberGridError(
+                f"a grid runs upwards in steps above 0 between finite ends, got from {start} to {stop} by {step}."
+            )
         decimals = max(_decimals(start), _decimals(step))
         count = math.floor((stop - start) / step + 1e-9) + 1
-        values = [round(start + i * step, decimals) for i in range(count)]
+        values = [round(start + i * step, decimals) + 0.0 for i in range(count)]
         return cls(tuple(values), tuple(f"{v:.{decimals}f}" for v in values), **kwargs)
 
     @classmethod
@@ -79,12 +85,12 @@ class NumberGrid:
 
         Whole steps up to 20 of them; else twenty round steps.
         """
-        if not low < high:
+        if not -math.inf < low < high < math.inf:
             raise NumberGridError(f"the label's scale must have a lower and a higher end, got {low} and {high}.")
         span = high - low
-        step = 1.0 if 1 <= span <= 20 and span == round(span) else span / 20
-        grid = cls.between(low, high, float(f"{step:.6g}"), **kwargs)
-        return grid if grid.values[-1] == high else cls((*grid.values, high), **kwargs)
+        step = 1.0 if 1 <= span <= 20 and span == round(span) else float(f"{span / 20:.6g}")
+        inner = [v for v in cls.between(low, high, step).values[1:] if high - v > step / 2]
+        return cls((low, *inner, high), **kwargs)  # the ends as they are, whatever the steps were rounded to
 
     @classmethod
     def words(cls, words: Mapping[str, float], **kwargs: Any) -> NumberGrid:
@@ -120,6 +126,11 @@ class NumberGrid:
 
     # ------------------------------------------------------------------ tokens
 
+    @property
+    def num_appended_tokens(self) -> int:
+        """How many positions after the prompt the longest number takes: its last token is only looked up."""
+        return max(map(len, self.tokens or ((0,),))) - 1
+
     def resolve(self, tokenizer: Any, prompt_template: str) -> NumberGrid:
         """Find every value's tokens as they follow the prompt's end.
 
@@ -153,7 +164,6 @@ class NumberGrid:
                 self._continuation(tokenizer, prompt, start, separator + string + terminator)
                 for string in self.strings or ()
             ]
-        self._check_distinct(tokens)
         return replace(self, separator=separator, terminator=terminator, tokens=tuple(tokens))
 
     def _continuation(self, tokenizer: Any, prompt: str, start: list[int], text: str) -> tuple[int, ...]:
@@ -171,9 +181,14 @@ class NumberGrid:
             raise NumberGridError(f"the tokenizer does not know {text!r}: it has only {tokenizer.unk_token!r} for it.")
         return tokens
 
-    def _check_distinct(self, tokens: Sequence[tuple[int, ...]]) -> None:
+    def _check_tokens(self, tokens: Sequence[tuple[int, ...]]) -> None:
+        if len(tokens) != len(self.values):
+            raise NumberGridError(f"{len(self.values)} values and {len(tokens)} token sequences: one for each.")
         seen: dict[tuple[int, ...], int] = {}
         for index, sequence in enumerate(tokens):
+            if not sequence or min(sequence) < 0:
+                wrong = list(sequence) or "no token"
+                raise NumberGridError(f"{(self.strings or ())[index]!r} has {wrong}; token ids are 0 or more.")
             if sequence in seen:
                 first = seen[sequence]
                 raise NumberGridError(
@@ -251,17 +266,31 @@ class TokenTrie:
         """Return (B, G) log-probabilities of the sequences from (B, N + 1, V) logits of the rows, in fp32.
 
         The softmax runs over the whole vocabulary, as in RAIL (RAFT, section 3).
+
+        Raises:
+            NonFiniteStatesError: where the logits of a row have no finite sum.
         """
         tables = self.tables(logits.device)
+        dtype = logits.dtype
         logits = logits.float()
-        chosen = logits[:, tables.edge_rows, tables.edge_tokens] - logits.logsumexp(-1)[:, tables.edge_rows]
-        return chosen @ tables.paths.T
+        log_total = logits.logsumexp(-1)
+        check_finite(log_total.to(dtype)[..., None], torch.ones_like(log_total), "the language model's logits")
+        chosen = logits[:, tables.edge_rows, tables.edge_tokens] - log_total[:, tables.edge_rows]
+        with maybe_autocast(logits.device.type, enabled=False):  # a product in bf16 would keep three digits
+            return chosen @ tables.paths.T
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise NumberGridError(f"the number grid holds {value!r}, which is no number.") from None
 
 
 def number_strings(values: Sequence[float]) -> tuple[str, ...]:
     """Write numbers with as many decimals as the finest of them needs: (0, 0.5) -> "0.0", "0.5"; (1, 10) -> "1", "10"."""
     decimals = max(map(_decimals, values))
-    return tuple(f"{v:.{decimals}f}" for v in values)
+    return tuple(f"{v + 0.0:.{decimals}f}" for v in values)
 
 
 def _decimals(value: float) -> int:

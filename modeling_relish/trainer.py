@@ -16,12 +16,13 @@ from transformers.utils import logging
 
 from .adapter_relish import complete_adapter
 from .adapter_training import check_adapted, wrap_model
-from .configuration_checks_relish import GRID_OBJECTIVES, OBJECTIVES, RelishConfigError
+from .configuration_checks_relish import AUTO_LAYER, GRID_OBJECTIVES, OBJECTIVES, RelishConfigError
 from .configuration_relish import RelishConfig
 from .data import TableError
 from .data_collator import RelishCollator
 from .features import FeatureCache, FeatureDataset
-from .lm_training import LanguageModelRegression, grid_diagnostics
+from .layer_search import best_layer, layer_table, search_layer, set_layer
+from .lm_training import LanguageModelRegression, grid_diagnostics, relish_model
 from .metrics import make_compute_metrics
 from .modeling_relish import RelishForSequenceRegression
 from .trainer_hub import HubTrainer
@@ -87,7 +88,7 @@ class RelishTrainer(HubTrainer):
         if not isinstance(args, RelishTrainingArguments):
             raise ValueError(f"RelishTrainer takes RelishTrainingArguments, got {type(args).__name__}.")
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator,union-attr]
-        self.relish = _relish_model(inner, args, number_grid, processing_class, prompt_template)
+        self.relish = relish_model(inner, args, number_grid, processing_class, prompt_template)
         if peft_config is not None:
             if not args.freeze_backbone:
                 raise ValueError(
@@ -95,6 +96,8 @@ class RelishTrainer(HubTrainer):
                 )
             model = wrap_model(model, peft_config)
         check_adapted(model, self.relish)
+        if self.relish.config.backbone_layer == AUTO_LAYER:
+            self._choose_layer(args, train_dataset, eval_dataset, processing_class)
         self._own_collator = data_collator is None or isinstance(data_collator, RelishCollator)
         self._weight_scale = 1.0
         self._prepared: dict[int, tuple[Any, Any]] = {}  # id -> (the data set itself, kept alive; what it became)
@@ -127,6 +130,25 @@ class RelishTrainer(HubTrainer):
             self.eval_dataset = {name: self._prepare(split, name) for name, split in eval_dataset.items()}
         else:
             self.eval_dataset = self._prepare(eval_dataset, "eval")
+
+    # ------------------------------------------------------------------ the layer
+
+    @classmethod
+    def search_layer(cls, *args: Any, **kwargs: Any) -> dict[int, float]:
+        """Fit a head on every candidate layer of a sample; see [`layer_search.search_layer`]."""
+        return search_layer(*args, trainer_class=cls, **kwargs)
+
+    def _choose_layer(self, args: RelishTrainingArguments, train: Any, evaluation: Any, tokenizer: Any) -> None:
+        """Search the layer of a model with `backbone_layer="auto"`, and cut its backbone there."""
+        if train is None or evaluation is None or isinstance(evaluation, dict) or args.world_size > 1:
+            raise RelishConfigError(
+                'backbone_layer="auto" is searched on train_dataset and one eval_dataset, in one process; give both, or a layer.'
+            )
+        found = self.search_layer(self.relish, train, evaluation, tokenizer, args=args)
+        if not args.disable_tqdm:
+            print(layer_table(found))
+        set_layer(self.relish, best_layer(found))  # type: ignore[arg-type]
+        self.relish.config.layer_search = {str(layer): score for layer, score in found.items()}
 
     # ------------------------------------------------------------------ a language model's numbers
 
@@ -298,25 +320,6 @@ class RelishTrainer(HubTrainer):
             self.accelerator.wait_for_everyone()
             self._cache.refresh(ids, is_main=False)
         return self._cache
-
-
-def _relish_model(
-    model: Any, args: RelishTrainingArguments, number_grid: Any, tokenizer: Any, prompt_template: str
-) -> RelishForSequenceRegression | LanguageModelRegression:
-    """Return the RELISH model, or what stands for one beside a plain causal language model."""
-    if isinstance(model, RelishForSequenceRegression):
-        if number_grid is not None:
-            raise RelishConfigError("a RELISH model has its number grid from from_backbone(number_grid=...).")
-        return model
-    is_causal_lm = isinstance(model, PreTrainedModel) and hasattr(model, "lm_head")
-    if number_grid is None or not is_causal_lm:
-        raise RelishConfigError(
-            "RelishTrainer trains a RelishForSequenceRegression, or a causal language model with number_grid=...; got "
-            f"{type(model).__name__}{'' if number_grid is None else ' with a number_grid'}."
-        )
-    return LanguageModelRegression(
-        model, number_grid, tokenizer, prompt_template, args.max_length, args.objective or "raft", args.normalize_grid
-    )
 
 
 def _apply_settings(

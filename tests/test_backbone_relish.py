@@ -7,8 +7,9 @@ from transformers import AutoModel, AutoModelForCausalLM, T5Config
 
 from modeling_relish import RelishForSequenceRegression
 from modeling_relish.backbone_relish import BackboneError, EmptyRowError, NonFiniteStatesError, cut_backbone
-from modeling_relish.base_model_relish import backbone_fingerprint, fingerprints_differ, load_backbone
+from modeling_relish.base_model_relish import load_backbone
 from modeling_relish.configuration_checks_relish import RelishConfigError
+from modeling_relish.weights_relish import backbone_fingerprint, fingerprints_differ
 
 KINDS = sorted(BACKBONES)
 

@@ -67,3 +67,17 @@ def test_readme_quotes_the_speed_results():
         for key in keys:
             value = value[int(key)] if isinstance(value, list) else value[key]
         assert cells[0] == f"{value:.2f}x", cells
+
+
+def test_readme_quotes_the_layer_searches_and_their_goal_is_met():
+    rows = table("layers")
+    assert set(rows) == {"stsb", "sickr"}
+    for name, cells in rows.items():
+        measured = json.loads((RESULTS / f"layers-{name}.json").read_text())
+        scores = {layer: values["pearson"] for layer, values in measured["test"].items()}
+        best = max(scores, key=scores.__getitem__)
+        chosen = max(measured["search"], key=measured["search"].__getitem__)
+        assert cells == [
+            chosen, f"{scores[chosen]:.3f}", best, f"{scores[best]:.3f}", f"{scores[best] - scores[chosen]:.4f}",
+        ]  # fmt: skip
+        assert scores[best] - scores[chosen] <= 0.01

@@ -11,7 +11,7 @@ from transformers import set_seed
 
 from modeling_relish import RelishConfig, RelishForSequenceRegression, RelishTrainer, RelishTrainingArguments
 from modeling_relish.configuration_checks_relish import RelishConfigError
-from modeling_relish.layer_search import best_layer, candidate_layers, search_layer
+from modeling_relish.layer_search import best_layer, candidate_layers
 
 TRAIN = Dataset.from_dict({"text": TEXTS[:16], "label": SCORES[:16]})
 VALIDATION = Dataset.from_dict({"text": TEXTS[16:], "label": SCORES[16:]})
@@ -39,7 +39,7 @@ def test_each_layers_score_is_that_of_a_model_cut_there_and_texts_run_once(tmp_p
         return original(self, input_ids, attention_mask)
 
     monkeypatch.setattr(RelishForSequenceRegression, "token_states", count)
-    found = search_layer(
+    found = RelishTrainer.search_layer(
         whole(folder), TRAIN, VALIDATION, byte_bpe_tokenizer(), layers=[3, 1, 4], epochs=2, args=arguments(tmp_path)
     )
     assert sum(rows) == len(TEXTS)  # one pass for three layers
@@ -58,7 +58,7 @@ def test_each_layers_score_is_that_of_a_model_cut_there_and_texts_run_once(tmp_p
 
 def test_training_after_the_search_finds_the_states_in_the_cache(tmp_path):
     folder = save_backbone("gpt2", tmp_path / "base", tokenizer=byte_bpe_tokenizer())
-    search_layer(
+    RelishTrainer.search_layer(
         whole(folder), TRAIN, VALIDATION, byte_bpe_tokenizer(), layers=[2, 3], epochs=1, args=arguments(tmp_path)
     )
     model = whole(folder, backbone_layer=2)
@@ -85,7 +85,7 @@ def test_candidates_spread_and_the_best_is_chosen():
 def test_search_needs_the_whole_backbone(tmp_path):
     folder = save_backbone("llama", tmp_path / "base")
     with pytest.raises(ValueError, match="reads layer 2"):
-        search_layer(whole(folder, backbone_layer=2), TRAIN, VALIDATION, byte_bpe_tokenizer())
+        RelishTrainer.search_layer(whole(folder, backbone_layer=2), TRAIN, VALIDATION, byte_bpe_tokenizer())
 
 
 # ---------------------------------------------------------------------- a mix of layers
@@ -138,3 +138,37 @@ def test_mix_is_cut_at_its_highest_layer_trains_and_comes_back(tmp_path):
 def test_impossible_mixes_raise(settings):
     with pytest.raises(RelishConfigError):
         RelishConfig(backbone_config=tiny_backbone("llama").config, **settings)
+
+
+def test_auto_layer_is_chosen_by_the_trainer_cut_stored_and_saved(tmp_path, capsys):
+    folder = save_backbone("llama", tmp_path / "base", tokenizer=byte_bpe_tokenizer())
+    tokenizer = byte_bpe_tokenizer()
+    args = {"report_to": "none", "features_dir": str(tmp_path / "features"), "use_cpu": True, "num_train_epochs": 1}
+    model = whole(folder, backbone_layer="auto")
+    assert model.config.read_layers == [4]
+    trainer = RelishTrainer(
+        model, RelishTrainingArguments(str(tmp_path / "run"), **args), train_dataset=TRAIN, eval_dataset=VALIDATION,
+        processing_class=tokenizer,
+    )  # fmt: skip
+    found = {int(layer): score for layer, score in model.config.layer_search.items()}
+    chosen = best_layer(found)
+    assert f"{chosen}◀" in capsys.readouterr().out
+    assert len(model.backbone.layers) == model.config.cut_layer == chosen
+    assert model.score.reader.input_norm is model.config.uses_input_norm
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    loaded = RelishForSequenceRegression.from_pretrained(tmp_path / "out")
+    assert (loaded.predict(TEXTS, tokenizer) == model.predict(TEXTS, tokenizer)).all()
+    fresh = whole(folder, backbone_layer=chosen)
+    fresh.score.load_state_dict(model.score.state_dict())
+    fresh.config.label_mean, fresh.config.label_std = model.config.label_mean, model.config.label_std
+    assert (fresh.predict(TEXTS, tokenizer) == model.predict(TEXTS, tokenizer)).all()
+
+
+def test_auto_layer_without_rows_to_choose_it_on_is_told(tmp_path):
+    folder = save_backbone("llama", tmp_path / "base", tokenizer=byte_bpe_tokenizer())
+    args = RelishTrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    with pytest.raises(RelishConfigError, match="eval_dataset"):
+        RelishTrainer(
+            whole(folder, backbone_layer="auto"), args, train_dataset=TRAIN, processing_class=byte_bpe_tokenizer()
+        )

@@ -15,16 +15,18 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..backbone_relish import BackboneError, check_architecture
-from ..base_model_relish import EMBEDDED_PREFIX, backbone_fingerprint, load_backbone, resolve_backbone, whole_config
+from ..base_model_relish import EMBEDDED_PREFIX, load_backbone, resolve_backbone, whole_config
 from ..cli_shared import compute_dtype, write_json
 from ..feature_files import text_key
 from ..features import FeatureCache, fill_layers
-from ..layer_search import at_layer, best_layer, search_layer
+from ..layer_search import at_layer, best_layer
 from ..modeling_relish import RelishForSequenceRegression
 from ..number_grid_relish import NumberGrid
 from ..text_relish import TemplateError
+from ..trainer import RelishTrainer
 from ..training_args import RelishTrainingArguments
 from ..training_data import token_ids
+from ..weights_relish import backbone_fingerprint
 from .tasks import SPLITS, CompareError, Task
 
 
@@ -133,7 +135,7 @@ class Workbench:
         )
         started = time.monotonic()
         train, validation = self.task.splits["train"], self.task.splits["validation"]
-        found = search_layer(model, train, validation, self.tokenizer, args=args, **self.layer_settings)
+        found = RelishTrainer.search_layer(model, train, validation, self.tokenizer, args=args, **self.layer_settings)
         kept = {
             "found": {str(layer): score for layer, score in found.items()}, "best": best_layer(found),
             "of": self.config.num_hidden_layers, "seconds": round(time.monotonic() - started, 1),

@@ -1,0 +1,132 @@
+"""Weights: recognised by digests, read from a checkpoint, laid out as they were before saving."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
+
+from .backbone_relish import BackboneError
+from .base_model_relish import reading
+
+
+@torch.no_grad()
+def weights_digest(backbone: nn.Module) -> str:
+    """Digest every byte of a backbone's weights and their names; a second or so per GB."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(backbone.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def backbone_fingerprint(backbone: nn.Module, *, fine: bool = False) -> str | None:
+    """Digest a backbone's weights cheaply: name, shape and 16 spread values of every tensor; those of an adapter do not count.
+
+    fp32 is rounded to bf16, so that a checkpoint digests alike in both. The text before the colon names the dtypes: digests
+    can be compared only where it is equal. `None` while the weights are on the meta device.
+
+    Args:
+        backbone: A bare model, or one with an adapter in it.
+        fine: 256 values of every tensor, not rounded: for a change within one process that may be small.
+    """
+    digest = hashlib.sha256()
+    dtypes = set()
+    for name, parameter in sorted(_base_parameters(backbone)):
+        if parameter.is_meta:
+            return None
+        flat = parameter.detach().reshape(-1)
+        where = torch.linspace(0, flat.numel() - 1, 256 if fine else 16, dtype=torch.float64).long().to(flat.device)
+        values = flat[where]
+        values = values.to(torch.bfloat16) if values.dtype == torch.float32 and not fine else values
+        dtypes.add(str(values.dtype).removeprefix("torch."))
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(values.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return f"{'+'.join(sorted(dtypes))}:{digest.hexdigest()[:32]}"
+
+
+def realign(head: torch.nn.Module) -> None:
+    """Copy weights out of the mapped file: at odd addresses, products of one row round otherwise than before saving."""
+    for parameter in head.parameters():
+        if not parameter.is_meta and parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone()
+
+
+def bring_back(head: nn.Module) -> None:
+    """Bring back a head that `device_map` has offloaded to CPU or disk, to stay where it computes.
+
+    It is small, and it reads weights of its parts without calling them, which is where accelerate would bring them.
+    """
+    if not any(parameter.is_meta for parameter in head.parameters()):
+        return
+    try:
+        from accelerate.hooks import remove_hook_from_module
+    except ImportError as error:
+        raise BackboneError("an offloaded model needs the package accelerate: pip install accelerate.") from error
+    for module in head.modules():
+        outer = getattr(module, "_hf_hook", None)
+        for hook in getattr(outer, "hooks", [outer]):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.is_meta and getattr(hook, "weights_map", None) is not None:
+                    value = hook.weights_map[name].to(parameter.dtype)
+                    module._parameters[name] = nn.Parameter(value, parameter.requires_grad)
+    remove_hook_from_module(head, recurse=True)
+
+
+def keep_4_bit_weights(backbone: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights at the first evaluation on a CPU with AVX512-BF16.
+
+    No gradient passes packed weights, and what undoes the packing, which taking a state dict does, brings other weights back
+    (bitsandbytes 0.50).
+    """
+    for module in backbone.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def quantization_of(backbone: PreTrainedModel) -> dict[str, Any] | None:
+    """Return how a backbone was quantised as it was loaded, for its configuration."""
+    found: Any = getattr(backbone.config, "quantization_config", None)
+    return found.to_dict() if hasattr(found, "to_dict") else found
+
+
+def _base_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters under the names that they have without an adapter, which PEFT puts around a layer."""
+    wrapped = {name for name, module in backbone.named_modules() if hasattr(module, "base_layer")}
+    for name, parameter in backbone.named_parameters():
+        parts = name.split(".")
+        owner = next((".".join(parts[:i]) for i in range(len(parts)) if ".".join(parts[:i]) in wrapped), None)
+        if owner is None:
+            yield name, parameter
+        elif name.startswith(f"{owner}.base_layer."):
+            yield f"{owner}.{name.removeprefix(f'{owner}.base_layer.')}", parameter
+
+
+def fingerprints_differ(one: str | None, other: str | None) -> bool:
+    """Whether two digests are comparable and say that the weights are not the same."""
+    if not one or not other:
+        return False
+    return one.split(":")[0] == other.split(":")[0] and one != other
+
+
+def load_head(score: nn.Module, name: str, hub: dict[str, Any]) -> None:
+    """Load the head's weights from a checkpoint; raises [`BackboneError`] where it holds another head."""
+    with reading(f"the checkpoint {name!r}"):
+        file: Any = cached_file(name, SAFE_WEIGHTS_NAME, **hub)
+    state = {k.removeprefix("score."): v for k, v in load_file(file).items() if k.startswith("score.")}
+    expected = score.state_dict()
+    wrong = sorted(k for k in expected if k not in state or state[k].shape != expected[k].shape)
+    wrong += sorted(set(state) - set(expected))
+    if wrong:
+        raise BackboneError(
+            f"the checkpoint {name!r} does not hold the head that its config describes; it differs in {wrong[:4]} "
+            f"({len(wrong)} in all)."
+        )
+    score.load_state_dict(state)
