@@ -36,6 +36,7 @@ DEV = [
     "pytest>=9.2.0",
     "pytest-cov>=7.1.0",
     "pytest-timeout>=2.4.0",
+    "pytest-xdist>=3.8.0",
     "ruff>=0.17.6",
     "tensorboard>=2.21.0",
     "bitsandbytes>=0.50.2",  # QLoRA; runs on CPUs too
