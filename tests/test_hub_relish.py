@@ -33,10 +33,13 @@ def test_code_in_a_saved_folder_is_complete_and_needs_nothing_else(model, tmp_pa
                  for alias in node.names]  # fmt: skip
         assert name in names or f"class {name}(" in files[f"{module}.py"]
     for text in files.values():
-        for node in ast.walk(ast.parse(text)):
+        tree = ast.parse(text)
+        # What is imported inside `try` is not asked of whoever loads the code.
+        tried = {id(node) for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.level:
                 assert f"{node.module}.py" in files
-            elif isinstance(node, ast.ImportFrom):
+            elif isinstance(node, ast.ImportFrom) and id(node) not in tried:
                 top = node.module.partition(".")[0]
                 assert top in {"torch", "transformers", "numpy", "safetensors", *sys.stdlib_module_names}
     assert sum(map(len, files.values())) < 200_000
