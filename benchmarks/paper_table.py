@@ -25,7 +25,7 @@ from modeling_relish.compare.summary import gap_to_the_best_other, macro_average
 
 PAIR = "Sentence 1: {text_a}\nSentence 2: {text_b}\nScore:"
 TRANSLATION = "Source: {text_a}\nTranslation: {text_b}\nScore:"
-# name -> scale, prompt; STS-B is first: settings are chosen on it.
+# Name -> scale, prompt. STS-B is first: settings are chosen on it.
 SETS = {
     "stsb": ((0, 5), PAIR),
     "sickr": ((1, 5), PAIR),
@@ -52,6 +52,7 @@ class Table:
     rows: int | None
     methods: str
     seeds: int
+    sets: tuple[str, ...]
 
     def task(self, name: str, train_rows: int | None = None) -> Task:
         (low, high), template = SETS[name]
@@ -76,13 +77,13 @@ class Table:
 
     def frozen(self):
         held = None
-        for name in SETS:
+        for name in self.sets:
             found = self.run(self.task(name), "whole", held, methods=self.methods, regimes="frozen")
             held = held or found.settings
 
     def thousand(self):
         held = None
-        for name in ("stsb", "sickr"):
+        for name in [n for n in ("stsb", "sickr") if n in self.sets]:
             found = self.run(self.task(name, 1000), "thousand", held, methods=TUNED, regimes="lora")
             held = held or found.settings
         return held
@@ -194,6 +195,7 @@ def main(
     stages: Annotated[str, typer.Option(help="Of frozen, thousand, whole, matched; with commas between.")] = ",".join(
         STAGES
     ),
+    sets: Annotated[str, typer.Option(help="With commas between; settings are chosen on the first.")] = ",".join(SETS),
     methods: Annotated[str, typer.Option(help="Of the frozen stage.")] = "all",
     backbone: Annotated[list[str] | None, typer.Option(help="Repeatable; default: SmolLM2 and Gemma 3.")] = None,
     budget: Annotated[str | None, typer.Option(help="For every data set of a stage.")] = None,
@@ -209,7 +211,9 @@ def main(
     options = Options(
         epochs=epochs, backbone_epochs=backbone_epochs, candidates=candidates, shots=shots, samples=samples
     )
-    table = Table(data, output, tuple(backbone or BACKBONES), options, budget, rows, methods, seeds)
+    table = Table(
+        data, output, tuple(backbone or BACKBONES), options, budget, rows, methods, seeds, tuple(sets.split(","))
+    )
     for stage in stages.split(","):
         if stage not in STAGES:
             raise typer.BadParameter(f"there is no stage {stage!r}; the known ones are {', '.join(STAGES)}.")
