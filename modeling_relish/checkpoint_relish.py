@@ -159,7 +159,8 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         # Once, so that config, weights and tokenizer are of one commit.
         kwargs["revision"] = resolve_revision(name, kwargs.get("revision"), local_files_only=offline, **which)
         hub = {k: kwargs[k] for k in FILE_KWARGS if k in kwargs}
-        adapter = find_adapter(name, kwargs, hub)
+        with reading(f"the checkpoint {name!r}"):
+            adapter = find_adapter(name, kwargs, hub)
         if not isinstance(config, RelishConfig):
             own = {k: kwargs.pop(k) for k in list(kwargs) if k in RelishConfig.__dataclass_fields__ and k != "dtype"}
             with reading(f"the checkpoint {name!r}"):
@@ -307,9 +308,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             return
         untouched = self.backbone_is_untouched()
         if save_backbone is False and not untouched:
-            raise BackboneError(
-                "save_backbone=False would lose weights: this backbone was trained, or no base model is named."
-            )
+            raise BackboneError("save_backbone=False would lose weights: the backbone was trained, or has no name.")
         whole = (not untouched) if save_backbone is None else save_backbone
         if whole and quantization_of(self.backbone) is not None:
             raise BackboneError(

@@ -45,7 +45,7 @@ def test_auto_searches_reports_and_stores_the_layer(home):
     assert set(config["layer_search"]) == {"1", "3", "4"}
     best = max(config["layer_search"], key=lambda layer: config["layer_search"][layer])
     assert config["backbone_layer"] == int(best)
-    assert f"{best} ◀" in output
+    assert f"{best}◀" in output
     assert f"layer {best}" in output
     model = RelishForSequenceRegression.from_pretrained(home / "out")
     assert len(model.backbone.layers) == int(best)

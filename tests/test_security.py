@@ -117,13 +117,13 @@ def test_base_model_that_needs_its_own_code_is_refused_without_a_question(checkp
 @pytest.mark.parametrize(
     "name",
     [
-        "../../etc",
+        "../../no-such-folder",
         "/home/somebody/models/base",
         "~/base",
         "C:\\models\\base",
         "a/b/c",
         "http://example.com/base",
-        "embedded:../../etc",
+        "embedded:../../no-such-folder",
         "embedded:/etc",
         "",
     ],
