@@ -14,6 +14,7 @@ from comparing import save_language_model, save_table
 from modeling_relish.compare.results import read_results
 
 ROOT = Path(__file__).parents[1]
+STAGES = "frozen,numbers,thousand,whole,matched,grids"
 SCALES = {"stsb": (0, 5), "sickr": (1, 5), "wmt20-enzh": (0, 100)}
 
 
@@ -32,7 +33,7 @@ def run(folder, stages):
     command = [
         sys.executable, ROOT / "benchmarks" / "paper_table.py", folder / "data", "--output", folder / "paper", "--rows", "24",
         "--backbone", folder / "tiny-qwen", "--methods", "tfidf_ridge,linear,relish_layer_search", "--epochs", "1",
-        "--backbone-epochs", "1", "--candidates", "1", "--seeds", "1", "--sets", ",".join(SCALES), "--stages", stages,
+        "--backbone-epochs", "1", "--candidates", "1", "--samples", "2", "--shots", "4", "--seeds", "1", "--sets", ",".join(SCALES), "--stages", stages,
     ]  # fmt: skip
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "RELISH_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
@@ -46,19 +47,22 @@ def paper(tmp_path_factory):
     folder = tmp_path_factory.mktemp("paper")
     save_sets(folder / "data")
     save_language_model(folder / "tiny-qwen")
-    return folder, run(folder, "frozen,thousand,whole,matched")
+    return folder, run(folder, STAGES)
 
 
 def test_every_stage_leaves_its_results(paper):
     folder, _ = paper
+    assert len(read_results(folder / "paper" / "frozen" / "results")) == 3 * 3
+    tuned = {"RAFT", "RELISH", "RELISH, layer search", "linear, mean", "MLP, mean"}
+    written = {"cross-entropy, decoding", "cross-entropy, RAIL"}
     whole = read_results(folder / "paper" / "whole" / "results")
-    frozen = [r for r in whole if r.regime != "lora"]
-    assert len(frozen) == 3 * 3
-    assert {(r.method, r.dataset, r.seed) for r in whole if r.regime == "lora"} == {
-        (m, "stsb", 0) for m in ("RAFT", "RELISH", "RELISH, layer search", "linear, mean", "MLP, mean")
-    }
+    assert {(r.method, r.dataset, r.seed) for r in whole} == {(m, "stsb", 0) for m in tuned | written}
     thousand = read_results(folder / "paper" / "thousand" / "results")
-    assert len(thousand) == 2 * 5
+    assert {r.method for r in thousand if r.dataset == "sickr-1000"} == tuned
+    said = {"zero-shot decoding", "many-shot decoding", "RAIL, grid", "RAIL, sampling"}
+    assert {r.method for r in thousand if r.dataset == "stsb-1000"} == tuned | written | said
+    grids = [r.settings["number_grid"] for r in read_results(folder / "paper" / "grids" / "results")]
+    assert [1, 2, 3, 4, 5] in grids and {"5": 5} in grids and len(grids) == 3
     matched = [r for r in read_results(folder / "paper" / "matched" / "results") if r.dataset == "stsb-1000"]
     assert len(matched) == 5 + 2
     relish = next(r for r in matched if r.method == "RELISH, layer search")
@@ -71,19 +75,16 @@ def test_every_stage_leaves_its_results(paper):
 def test_the_table_has_our_gaps_beside_the_papers(paper):
     folder, _ = paper
     text = (folder / "paper" / "table.md").read_text(encoding="utf-8")
-    block = text.split("## whole, frozen")[1].split("## Test Pearson")[0]
+    block = text.split("## frozen, frozen")[1].split("## Test Pearson")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines() if line.startswith("|")
     ]
     gaps = {row[0]: row[1:] for row in rows}
     assert gaps["RELISH, the paper"] == ["+6.7%", "+7.2%", "-19.9%"]
-    results = read_results(folder / "paper" / "whole" / "results")
+    results = read_results(folder / "paper" / "frozen" / "results")
 
     def mean(method):
-        sets = [
-            [r.test["pearson"] for r in results if (r.method, r.dataset) == (method, name) and r.regime != "lora"]
-            for name in SCALES
-        ]
+        sets = [[r.test["pearson"] for r in results if (r.method, r.dataset) == (method, name)] for name in SCALES]
         return np.mean([np.mean(values) for values in sets])
 
     best = max(mean("linear, mean"), mean("TF-IDF, ridge"))
@@ -93,6 +94,7 @@ def test_the_table_has_our_gaps_beside_the_papers(paper):
 
 def test_nothing_is_done_twice(paper):
     folder, first = paper
-    assert first.count("validation Pearson") == 3 * 3 + 2 * 5 + 5 + 2
-    again = run(folder, "frozen,thousand,whole,matched")
+    jobs = {"frozen": 3 * 3, "thousand": 4 + 2 * 5 + 1, "whole": 5 + 1, "matched": 2, "grids": 3}
+    assert first.count("validation Pearson") == sum(jobs.values())
+    again = run(folder, STAGES)
     assert "validation Pearson" not in again

@@ -100,7 +100,7 @@ class RailGrid(LanguageModelMethod):
 
     def settings(self, bench: Workbench, regime: str, options: Options) -> dict[str, Any]:
         """Return the grid."""
-        return {"number_grid": list(NumberGrid.covering(*bench.task.label_range).values)}
+        return {"number_grid": _digits(bench)}
 
     def cost(self, bench: Workbench, regime: str, options: Options) -> float:
         """Estimate by tokens."""
@@ -108,7 +108,7 @@ class RailGrid(LanguageModelMethod):
 
     def run(self, bench: Workbench, regime: str, seed: int, settings: Settings) -> Sequence[Outcome]:
         """Score validation and test rows."""
-        grid = NumberGrid(tuple(settings["number_grid"])).resolve(bench.tokenizer, bench.prompt)
+        grid = NumberGrid.from_setting(settings["number_grid"]).resolve(bench.tokenizer, bench.prompt)
         model = RelishForSequenceRegression.from_backbone(
             bench.language_model(), head_type="number_grid", number_grid=grid, prompt_template=bench.prompt,
             max_length=bench.max_length,
@@ -140,12 +140,11 @@ class TunedLanguageModel(LanguageModelMethod):
         return [{"learning_rate": rate} for rate in LORA_RATES]
 
     def settings(self, bench: Workbench, regime: str, options: Options) -> dict[str, Any]:
-        """Return epochs, batch size, rank and grid."""
+        """Return epochs, batch size, rank and grid: any setting that [`NumberGrid.from_setting`] reads takes its place."""
         writes = self.objective == "cross_entropy"
-        grid = written_grid(bench.task) if writes else NumberGrid.covering(*bench.task.label_range)
         return {
             "epochs": options.backbone_epochs, "batch_size": options.backbone_batch_size, "lora_rank": options.lora_rank,
-            "number_grid": f"{grid.values[0]:g} to {grid.values[-1]:g}, {len(grid.values)} numbers",
+            "number_grid": written_grid(bench.task).to_dict() if writes else _digits(bench),
             **({"validation_rows": options.decoded_validation_rows, "max_new_tokens": NEW_TOKENS} if writes else {}),
         }  # fmt: skip
 
@@ -157,15 +156,14 @@ class TunedLanguageModel(LanguageModelMethod):
 
     def run(self, bench: Workbench, regime: str, seed: int, settings: Settings) -> Sequence[Outcome]:
         """Train, and read the answers in one way or two."""
-        writes = self.objective == "cross_entropy"
-        grid = written_grid(bench.task) if writes else NumberGrid.covering(*bench.task.label_range)
+        grid = NumberGrid.from_setting(settings["number_grid"])
         set_seed(seed)
         model, outcome = fit(
             bench, bench.language_model(), settings, seed, peft_config=lora("CAUSAL_LM", settings["lora_rank"]),
             number_grid=grid, prompt_template=bench.prompt, objective=self.objective,
             train_sampling_strategy="group_by_length",
         )  # fmt: skip
-        if not writes:
+        if self.objective != "cross_entropy":
             return [outcome]
         read = decoded(bench, model, settings["validation_rows"], [], batch_size=BATCH, trained=outcome)
         return [read, outcome]
@@ -196,6 +194,10 @@ def decoded(
     return Outcome(
         found.values, validated(bench.task, validation.values, chosen), notes=[*notes, *_not_numbers(found)], **costs
     )
+
+
+def _digits(bench: Workbench) -> list[float]:
+    return list(NumberGrid.covering(*bench.task.label_range).values)
 
 
 def _not_numbers(found: DecodedNumbers) -> list[str]:

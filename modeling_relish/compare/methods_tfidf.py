@@ -66,7 +66,7 @@ class Tfidf(Method):
                 validation=validated(bench.task, regressor.predict(vectors["validation"])),
                 trainable_parameters=self._size(regressor),
                 train_seconds=round(fitted - started, 2),
-                predict_seconds=round(time.monotonic() - fitted, 2),
+                predict_seconds=round(time.monotonic() - fitted, 4),
             )
         ]
 

@@ -141,9 +141,11 @@ class _Work:
         self.folder, self.clock, self.log, self.search_seed = folder, clock, log, search_seed
         self.found = Comparison(folder, settings={})
         self.held = held
+        self.jobs: Sequence[Job] = ()
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run what is not done and fits."""
+        self.jobs = jobs
         for job in jobs:  # what is done teaches how long the rest will take
             if done := self._done(job):
                 self.clock.learn(job, done)
@@ -265,12 +267,20 @@ class _Work:
 
     def _execute(self, job: Job, candidate: Mapping[str, Any], where: str, seed: int) -> list[RunResult]:
         keys, task = self._keys(job, candidate, seed), job.bench.task
+        self._extract(job)
         with PeakMemory() as peak:
             outcomes = job.method.run(job.bench, job.regime, seed, keys[0].settings)
         results = [_result(key, outcome, task, peak.bytes) for key, outcome in zip(keys, outcomes, strict=True)]
         for result in results:
             save_result(self.folder / where, result)
         return results
+
+    def _extract(self, job: Job) -> None:
+        """Run the backbone once for all heads to come, the layers that they read together; under a budget, for this one alone."""
+        if job.method.layers(job.bench, job.regime):
+            same = {j.method for j in self.jobs if j.bench is job.bench and j.regime == job.regime}
+            methods = [job.method] if self.clock.is_limited else same
+            job.bench.extract([layer for method in methods for layer in method.layers(job.bench, job.regime)])
 
 
 def _result(key: RunKey, outcome: Outcome, task: Task, peak: int | None) -> RunResult:
