@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
-from .language_model_relish import unwrapped
+from .language_model_relish import unwrapped, whole_states_for_the_output
 from .number_grid_relish import number_strings
 from .text_relish import PromptTemplate, encode_rows, prompt_row, tokenize
 
@@ -156,24 +157,51 @@ def _as_it_is(model: PreTrainedModel) -> Iterator[None]:
     try:
         for owner in owners:
             owner.generation_config = GenerationConfig(**ends)
-        yield
+        with whole_states_for_the_output(model):
+            yield
     finally:
         for owner, config in zip(owners, kept, strict=True):
             owner.generation_config = config
         model.train(was_training)
 
 
+def _new_cache(model: PreTrainedModel) -> DynamicCache | None:
+    """Return an empty cache of keys and values; `None` for a model that keeps more than these."""
+    cache = DynamicCache(config=model.config.get_text_config())
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    return cache if cache.layers and all(type(layer) in kinds for layer in cache.layers) else None
+
+
 def _run_prefix(model: PreTrainedModel, prefix: list[int]) -> DynamicCache | None:
     """Return the examples' keys and values; `None` where there are none, or the model keeps more than these."""
     if not prefix:
         return None
-    cache = DynamicCache(config=model.config.get_text_config())
-    if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+    cache = _new_cache(model)
+    if cache is None:
         logger.warning_once(
             f"{type(model).__name__} has states that cannot be shared; the examples run with every row."
         )
         return None
     model(input_ids=torch.tensor([prefix], device=model.device), cache=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def _read_prompts(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, start: int, cache: DynamicCache | None
+) -> DynamicCache | None:
+    """Run all of the prompts but their last token, once for all of their answers; `None` where states cannot be shared."""
+    if ids.shape[1] < start + 2:
+        return cache
+    if cache is None:
+        cache = _new_cache(model)
+    if cache is not None:
+        places = {}
+        if "position_ids" in inspect.signature(unwrapped(model).forward).parameters:
+            places["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, start:-1].to(model.device)
+        model(
+            input_ids=ids[:, start:-1], attention_mask=mask[:, :-1].to(model.device), cache=cache, use_cache=True,
+            logits_to_keep=1, **places,
+        )  # fmt: skip
     return cache
 
 
@@ -211,9 +239,13 @@ def _write(
     mask = torch.tensor([[1] * len(prefix) + [0] * (longest - len(row)) + [1] * len(row) for row in rows])
     copies = max(1, num_samples)
     kwargs: dict[str, Any] = {}
-    if cache is not None:
-        shared = copy.deepcopy(cache)
-        shared.batch_repeat_interleave(len(rows) * copies)
+    shared = copy.deepcopy(cache)
+    if shared is not None:
+        shared.batch_repeat_interleave(len(rows))
+    if copies > 1:
+        shared = _read_prompts(model, ids, mask, len(prefix), shared)
+    if shared is not None:
+        shared.batch_repeat_interleave(copies)
         kwargs["cache"] = shared
     if num_samples:
         kwargs |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from transformers import set_seed
+from transformers import PrinterCallback, set_seed
 from transformers.utils import logging
 
 from .backbone_relish import cut_backbone
@@ -171,6 +171,7 @@ def _fit(
     set_seed(args.seed)  # every layer's head starts alike
     candidate = at_layer(model, layer)
     trainer = trainer_class(candidate, args, train_dataset=train, eval_dataset=validation, processing_class=tokenizer)
+    trainer.remove_callback(PrinterCallback)  # the table at the end says it
     trainer.train()
     scores = [entry["eval_pearson"] for entry in trainer.state.log_history if "eval_pearson" in entry]
     return float(np.nanmax(scores)) if not np.isnan(scores).all() else float("nan")

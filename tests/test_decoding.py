@@ -153,6 +153,29 @@ def test_samples_are_drawn_by_their_seed_and_leave_torchs_random_state_alone():
     assert cold.texts == [row * 6 for row in greedy.texts]
 
 
+@pytest.mark.parametrize("shown", [[], EXAMPLES], ids=["alone", "after examples"])
+@pytest.mark.parametrize("kind", [*KINDS, "lfm2"])
+def test_samples_are_those_of_prompts_that_run_anew_for_every_answer(kind, shown):
+    tokenizer = MAKERS.get(kind, TOKENIZERS["llama"])()
+    model = tiny_language_model(kind, **({"n_positions": 512} if kind == "gpt2" else {}))
+    template = SHOWN + TEMPLATE if shown else TEMPLATE
+    # One length: examples stand before the padding here and behind it in a prompt that is written out.
+    rows = ["A b c f.", "A b c g."] if shown else TEXTS[:4]
+    ids = sorted(prompts(tokenizer, rows, template), key=lambda row: -len(row))
+    width = len(ids[0])
+    padded = torch.tensor([[0] * (width - len(row)) + row for row in ids for _ in range(5)])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids for _ in range(5)])
+    torch.manual_seed(3)
+    written = model.generate(
+        padded, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=6, pad_token_id=0, use_cache=False
+    )
+    expected = tokenizer.batch_decode(written[:, width:], skip_special_tokens=True)
+    found = decode_numbers(
+        model, tokenizer, rows, prompt_template=TEMPLATE, examples=shown, num_samples=5, seed=3, max_new_tokens=6
+    )
+    assert sorted(map(sorted, found.texts)) == sorted(sorted(expected[i : i + 5]) for i in range(0, len(expected), 5))
+
+
 def test_samples_follow_the_models_own_distribution():
     tokenizer, model = TOKENIZERS["llama"](), tiny_language_model("llama")
     with torch.no_grad():

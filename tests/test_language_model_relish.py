@@ -140,6 +140,21 @@ def test_a_model_without_its_output_layer_is_refused_by_name():
         grid_model(tiny_backbone("llama"))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_layer_gets_the_states_in_one_piece(kind):
+    """Torch would multiply a view of them row by row, with a copy of the frozen layer's weights for each."""
+    model = tiny_language_model(kind).requires_grad_(False)
+    seen = []
+    output = model.get_output_embeddings()
+    output.register_forward_hook(lambda _, states, logits: seen.append(states[0]))
+    with torch.no_grad():
+        grid_log_probs(model, *padded(ROWS, "left"), TRIE)
+        last_logits(model, *padded(ROWS, "left"))
+    assert [len(states) for states in seen] == [len(ROWS)] * 2
+    assert all(states.is_contiguous() for states in seen)
+    assert not output._forward_pre_hooks
+
+
 def test_row_without_a_token_and_logits_that_are_not_finite_are_errors():
     model = tiny_language_model("llama")
     ids, mask = padded(ROWS)
