@@ -44,6 +44,16 @@ def test_readme_quotes_the_heads_results():
             assert cell == f"{measured['mean']:.3f} ± {measured['std']:.3f}", (name, metric)
 
 
+def test_readme_quotes_what_int8_states_cost():
+    (row,) = json.loads((RESULTS / "heads-stsb-int8.json").read_text())["rows"].values()
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    quoted = ", ".join(
+        f"{name} {row['summary'][key]['mean']:.3f} ± {row['summary'][key]['std']:.3f}"
+        for name, key in (("Pearson", "pearson"), ("Spearman", "spearman"), ("NRMSE", "nrmse"))
+    )
+    assert f"RELISH at layer 16 then has {quoted} (`heads-stsb-int8.json`)" in readme
+
+
 def test_readme_quotes_the_demos_results():
     results = json.loads((RESULTS / "demo.json").read_text())["test"]
     rows = table("demo")
