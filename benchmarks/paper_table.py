@@ -6,8 +6,9 @@
 
 `results/paper/frozen` has the frozen regime on five data sets, `thousand` LoRA on 1,000 training rows of STS-B and SICK-R
 (and 500 validation rows), `whole` LoRA on all of STS-B, `matched` RELISH beside RAFT with as many trainable parameters and in as
-much time, `grids` RAFT over other number grids. Settings are searched on STS-B, once per backbone and regime, and held for the
-other sets; layers are searched on each set. `table.md` has the averages and gaps beside the paper's.
+much time, `grids` RAFT over other number grids, `ablations` RELISH with one thing changed. Settings are searched on STS-B, once
+per backbone and regime, and held for the other sets; layers are searched on each set. `table.md` has the averages and gaps
+beside the paper's.
 """
 
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from modeling_relish.compare.report import write_report
 from modeling_relish.compare.results import METRICS, read_results, save_result
 from modeling_relish.compare.summary import gap_to_the_best_other, macro_averages, make_tables
 from modeling_relish.compare.workbench import backbone_name
+from modeling_relish.number_grid_relish import NumberGrid
 
 PAIR = "Sentence 1: {text_a}\nSentence 2: {text_b}\nScore:"
 TRANSLATION = "Source: {text_a}\nTranslation: {text_b}\nScore:"
@@ -42,8 +44,21 @@ HEADS = (
 SLOW = ("many_shot", "rail_sampling")
 TUNED = ("raft", "relish", "relish_layer_search", "linear", "mlp")
 FAMILY = ("zero_shot", "many_shot", "rail", "rail_sampling", "raft", "cross_entropy")
-GRIDS = ({"5": 5}, [1, 2, 3, 4, 5], {letter: i for i, letter in enumerate("ABCDEF")})
-STAGES = ("frozen", "numbers", "thousand", "whole", "matched", "grids", "slow")
+GRIDS = (
+    {"5": 5}, [1, 2, 3, 4, 5], {letter: i for i, letter in enumerate("ABCDEF")},
+    {month: i for i, month in enumerate(("January", "February", "March", "April", "May", "June"))},
+    NumberGrid.between(0, 5, 0.1).to_dict(),
+)  # fmt: skip
+# One change each to RELISH at the layer that was searched.
+ABLATIONS = (
+    {}, *({"num_refinement_steps": steps} for steps in (1, 2, 4, 5)), {"share_refinement_steps": True}, {"objective": "mse"},
+    {"head_hidden_size": 128}, {"head_hidden_size": 512}, {"head_num_attention_heads": 1}, {"head_num_attention_heads": 4},
+    {"num_latents": 4}, {"num_latents": 4, "latent_combination": "concat"},
+    *({"latent_init": start} for start in ("first", "last", "mean", "max")), {"regressor": "mlp"}, {"input_norm": False},
+)  # fmt: skip
+SIZES = (100, 300, 1000, 3000)
+STAGES = ("frozen", "numbers", "thousand", "whole", "matched", "grids", "ablations", "slow")
+TUNED_FOLDERS = ("thousand", "whole", "matched", "grids")
 VALIDATION_ROWS, WHOLE_EPOCHS = 500, 2
 # RELISH relative to the second best, means over the paper's data sets and backbones (RELISH, abstract and table 2).
 PAPER = {"pearson": 0.067, "spearman": 0.072, "nrmse": -0.199}
@@ -130,6 +145,18 @@ class Table:
             held = {backbone_name(own.backbones[0]): {"raft/lora": {**choices["raft/lora"], "number_grid": grid}}}
             own.run(self.task("stsb", 1000), "grids", held, methods="raft", regimes="lora")
 
+    def ablations(self):
+        """RELISH on frozen states with one thing changed, and on fewer rows, over the first backbone on STS-B."""
+        own = replace(self, backbones=self.backbones[:1])
+        best = own.run(self.task("stsb"), "frozen", methods="relish_layer_search", regimes="frozen").runs[0].settings
+        kept = {name: best[name] for name in ("learning_rate", "backbone_layer")}
+        for changed in ABLATIONS:
+            held = {backbone_name(own.backbones[0]): {"relish/frozen": {**kept, **changed}}}
+            own.run(self.task("stsb"), "ablations", held, methods="relish", regimes="frozen")
+        for rows in SIZES if self.rows is None else ():
+            held = {backbone_name(own.backbones[0]): dict.fromkeys(("relish/frozen", "mlp/frozen"), kept)}
+            own.run(self.task("stsb", rows), "ablations", held, methods=("relish", "mlp"), regimes="frozen")
+
     def matched(self):
         """RAFT with a rank that gives it as many parameters as RELISH + LoRA has, and with as many epochs as take its time."""
         task = self.task("stsb", 1000)
@@ -163,7 +190,10 @@ class Table:
 
     def report(self):
         parts = ["# The paper's table at this machine's scale", __doc__.split("\n\n")[-1].strip()]
-        for folder, regime in (("frozen", "frozen"), *((f, "lora") for f in ("thousand", "whole", "matched", "grids"))):
+        for folder, regime in (
+            *((f, "frozen") for f in ("frozen", "ablations")),
+            *((f, "lora") for f in TUNED_FOLDERS),
+        ):
             if not list((self.output / folder / "results").glob("*.json")):
                 continue
             write_report(self.output / folder / "results", self.output / folder, title=f"{folder}: {regime}")

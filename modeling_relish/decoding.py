@@ -16,8 +16,9 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
-from .language_model_relish import unwrapped, whole_states_for_the_output
+from .language_model_relish import no_tree_mask, unwrapped, whole_states_for_the_output
 from .number_grid_relish import number_strings
+from .packed_decoding import SharedPrefix
 from .text_relish import PromptTemplate, encode_rows, prompt_row, tokenize
 
 logger = logging.get_logger(__name__)
@@ -90,15 +91,24 @@ def decode_numbers(
     written: list[list[str]] = [[] for _ in ids]
     devices = range(torch.cuda.device_count())
     with _as_it_is(language_model), torch.random.fork_rng(devices, enabled=num_samples > 0):
-        cache = _run_prefix(language_model, prefix)
-        if cache is None:
+        packed = None
+        if prefix and not num_samples and no_tree_mask(language_model) is None:
+            packed = SharedPrefix(language_model, prefix)
+        cache = None if packed else _run_prefix(language_model, prefix)
+        if cache is None and packed is None:
             ids, prefix = [prefix + row for row in ids], []
         if num_samples:
             torch.manual_seed(seed)
         batches = _batches([len(row) for row in ids], batch_size, cache)
         for rows in logging.tqdm(batches, desc="decode", unit="batch", disable=not show_progress_bar):
             prompts = [ids[i] for i in rows]
-            found = _write(language_model, tokenizer, prompts, prefix, cache, num_samples, temperature, max_new_tokens)
+            if packed is not None:
+                tokens = packed.write(prompts, max_new_tokens, _ends(language_model))
+                found = [[text] for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+            else:
+                found = _write(
+                    language_model, tokenizer, prompts, prefix, cache, num_samples, temperature, max_new_tokens
+                )
             for row, answers in zip(rows, found, strict=True):
                 written[row] = answers
     numbers = [[parse_number(text) for text in row] for row in written]
@@ -163,6 +173,12 @@ def _as_it_is(model: PreTrainedModel) -> Iterator[None]:
         for owner, config in zip(owners, kept, strict=True):
             owner.generation_config = config
         model.train(was_training)
+
+
+def _ends(model: Any) -> set[int]:
+    """Return the tokens that end a text."""
+    ends = unwrapped(model).generation_config.eos_token_id
+    return set() if ends is None else set(ends) if isinstance(ends, (list, tuple)) else {ends}
 
 
 def _new_cache(model: PreTrainedModel) -> DynamicCache | None:

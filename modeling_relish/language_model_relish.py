@@ -55,9 +55,9 @@ def last_logits(model: nn.Module, input_ids: torch.Tensor, attention_mask: torch
     check_rows(attention_mask)
     ids, mask = pad_left(input_ids, attention_mask)
     if _odd_layers(model) is None:
-        logits = _logits(model, ids, mask.long(), mask.long().cumsum(1).sub(1).clamp(min=0), 1)
+        logits = run_masked(model, ids, mask.long(), mask.long().cumsum(1).sub(1).clamp(min=0), 1)
     else:
-        logits = _without_padding(ids, mask, lambda rows: _logits(model, *_all_tokens(rows), 1))
+        logits = _without_padding(ids, mask, lambda rows: run_masked(model, *_all_tokens(rows), 1))
     check_finite(logits, torch.ones_like(logits[..., 0]), "the language model's logits")
     return logits[:, 0]
 
@@ -141,11 +141,11 @@ def _tree_logits(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, trie: 
     allowed[:, T:, T:] = tables.ancestors
     allowed |= torch.eye(T + N, dtype=torch.bool, device=ids.device)  # padding sees itself: a row of nothing is NaN
     everything = torch.cat([ids, tables.tokens.expand(B, N)], dim=1)
-    return _logits(model, everything, _masks(model, allowed, positions), positions, N + 1)
+    return run_masked(model, everything, layer_masks(model, allowed, positions, positions), positions, N + 1)
 
 
-def _masks(model: nn.Module, allowed: torch.Tensor, positions: torch.Tensor) -> Any:
-    """Bring a boolean (B, S, S) mask into the form that the model's layers take."""
+def layer_masks(model: nn.Module, allowed: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor) -> Any:
+    """Bring a boolean (B, Q, K) mask into the form that the model's layers take; (B, Q) positions look at (B, K) ones."""
     config = unwrapped(model).config.get_text_config()
     window = _window(config)
     types = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window else ["full_attention"]))
@@ -153,7 +153,7 @@ def _masks(model: nn.Module, allowed: torch.Tensor, positions: torch.Tensor) -> 
     for kind in types:
         part = allowed
         if kind == "sliding_attention" and window is not None:
-            part = allowed & (positions[:, :, None] - positions[:, None, :] < window)
+            part = allowed & (positions[:, :, None] - seen[:, None, :] < window)
         masks[kind] = _for_kernel(part[:, None], model, config._attn_implementation)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -165,12 +165,15 @@ def _for_kernel(mask: torch.Tensor, model: nn.Module, kernel: str) -> torch.Tens
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def _logits(model: nn.Module, ids: torch.Tensor, mask: Any, positions: torch.Tensor, keep: int) -> torch.Tensor:
+def run_masked(
+    model: nn.Module, ids: torch.Tensor, mask: Any, positions: torch.Tensor, keep: int, cache: Any = None
+) -> torch.Tensor:
     """Return the last `keep` positions' logits; the vocabulary is never multiplied with the others' states."""
     accepted = inspect.signature(unwrapped(model).forward).parameters
     kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
     kwargs |= {"position_ids": positions} if "position_ids" in accepted else {}
-    kwargs |= {"use_cache": False} if "use_cache" in accepted else {}
+    kwargs |= {"use_cache": cache is not None} if "use_cache" in accepted else {}
+    kwargs |= {"cache": cache} if cache is not None else {}
     kwargs |= {"logits_to_keep": keep} if "logits_to_keep" in accepted else {}
     with whole_states_for_the_output(model):
         return model(**kwargs).logits[:, -keep:]
@@ -201,7 +204,7 @@ def _one_by_one(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, trie: T
         found = []
         for sequence in trie.sequences:
             tokens = torch.tensor(sequence[:-1], dtype=torch.long, device=ids.device).expand(len(rows), -1)
-            logits = _logits(model, *_all_tokens(torch.cat([rows, tokens], dim=1)), len(sequence))
+            logits = run_masked(model, *_all_tokens(torch.cat([rows, tokens], dim=1)), len(sequence))
             found.append(TokenTrie([sequence]).log_probs(logits))
         return torch.cat(found, dim=1)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import maybe_autocast
 
@@ -82,13 +83,32 @@ def grid_output(
     return NumberGridOutput(loss=loss, logits=logits, log_probs=log_probs)
 
 
+class LogitsLinear(nn.Linear):
+    """A linear layer on (..., V) logits, which it standardises and divides by the root of V.
+
+    Raw logits share a large offset, and there are tens of thousands. Adam moves all their weights by the learning rate at once:
+    after one step every sigmoid behind them is saturated, and nothing is learnt. So scaled, a step moves a unit as far as in a
+    small layer.
+    """
+
+    def reset_parameters(self) -> None:
+        """Draw N(0, 1): a unit's variance is then one."""
+        nn.init.normal_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return (..., d) units."""
+        return super().forward(functional.layer_norm(logits, logits.shape[-1:]) * logits.shape[-1] ** -0.5)
+
+
 class FinalLogitsHead(nn.Module):
-    """A two-layer MLP with a sigmoid between, on the last token's logits over the vocabulary (RAFT, section 5)."""
+    """A two-layer MLP with a sigmoid between, on the last token's standardised logits over the vocabulary (RAFT, section 5)."""
 
     def __init__(self, config: RelishConfig) -> None:
         super().__init__()
         self.regressor = nn.Sequential(
-            nn.Linear(config.vocab_size, config.head_hidden_size),
+            LogitsLinear(config.vocab_size, config.head_hidden_size),
             nn.Sigmoid(),
             nn.Dropout(config.head_dropout),
             nn.Linear(config.head_hidden_size, len(config.target_names)),

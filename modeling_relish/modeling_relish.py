@@ -27,7 +27,7 @@ from .base_model_relish import resolve_backbone
 from .checkpoint_relish import RelishPreTrainedModel
 from .configuration_relish import RelishConfig
 from .head_relish import AttentionLinear, RelishHead, build_head
-from .lm_heads_relish import NumberGridHead, build_lm_head, grid_output
+from .lm_heads_relish import LogitsLinear, NumberGridHead, build_lm_head, grid_output
 from .objectives_relish import check_labels, regression_loss
 from .pipeline_relish import register_pipelines
 from .text_relish import PromptTemplate, encode_rows, pad_batch
@@ -71,6 +71,9 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         """Initialise the head: torch's own for linear layers and attention, N(0, 0.02) for the latent (RELISH, section 3)."""
         if isinstance(module, AttentionLinear):
             init.uniform_(module.weight, -module.bound, module.bound)
+            init.zeros_(module.bias)
+        elif isinstance(module, LogitsLinear):
+            init.normal_(module.weight)
             init.zeros_(module.bias)
         elif isinstance(module, nn.Linear):
             init.kaiming_uniform_(module.weight, a=5**0.5)

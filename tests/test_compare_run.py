@@ -152,6 +152,25 @@ def test_held_settings_are_not_searched_again(everything, run, tmp_path):
         run(tmp_path / "misspelt", methods="linear", settings=held, regimes="frozen")
 
 
+def test_an_ablation_is_a_setting_and_a_row_of_its_own(run, tmp_path):
+    """Settings of the head, of the grid: another model each, beside the usual one in the report."""
+    head, raft = {"learning_rate": 1e-3}, {"learning_rate": 1e-3}
+    for changed in ({}, {"num_refinement_steps": 1}, {"num_latents": 2, "latent_combination": "concat"}):
+        held = {"tiny-qwen": {"relish/frozen": {**head, **changed}}}
+        found = run(tmp_path, methods="relish", settings=held, regimes="frozen", write_reports=True)
+    for grid in ({"5": 5}, {"A": 0, "B": 5}):
+        held = {"tiny-qwen": {"raft/lora": {**raft, "number_grid": grid}}}
+        run(tmp_path, methods="raft", settings=held, regimes="lora")
+    runs = read_results(tmp_path / "results")
+    heads = {json.dumps(r.settings.get("num_refinement_steps")): r for r in runs if r.method == "RELISH"}
+    assert heads["1"].trainable_parameters < heads["null"].trainable_parameters
+    assert len([r for r in runs if r.method == "RELISH"]) == 3
+    assert "RELISH (num\\_refinement\\_steps=1)" in found.report["md"].read_text(encoding="utf-8")
+    tuned = {max(r.settings["number_grid"]): r for r in runs if r.method == "RAFT"}
+    assert (min(tuned["5"].test_predictions), max(tuned["5"].test_predictions)) != (0, 5)
+    assert tuned["5"].test_predictions != tuned["B"].test_predictions
+
+
 def test_another_table_or_other_weights_are_other_runs(run, tmp_path):
     first = run(tmp_path, methods="tfidf_ridge")
     second = run(tmp_path, methods="tfidf_ridge", train_rows=20)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from modeling_relish import RelishConfig, RelishForSequenceRegression, regression_metrics
 from modeling_relish.backbone_relish import BackboneError
 from modeling_relish.configuration_checks_relish import RelishConfigError
+from modeling_relish.lm_heads_relish import FinalLogitsHead
 from modeling_relish.number_grid_relish import NumberGrid
 from modeling_relish.objectives_relish import LabelError, grid_loss
 
@@ -302,7 +304,10 @@ def test_final_logits_mlp_is_a_sigmoid_between_two_layers(K, base, tmp_path):
     with torch.no_grad():
         logits = np.stack([model.backbone(input_ids=torch.tensor([r])).logits[0, -1].double().numpy() for r in rows])
     w = {n: t.double().numpy() for n, t in model.score.state_dict().items()}
-    hidden = 1 / (1 + np.exp(-(logits @ w["regressor.0.weight"].T + w["regressor.0.bias"])))
+    logits = (logits - logits.mean(1, keepdims=True)) / np.sqrt(logits.var(1, keepdims=True) + 1e-5)
+    units = logits / np.sqrt(logits.shape[1]) @ w["regressor.0.weight"].T + w["regressor.0.bias"]
+    assert 0.5 < w["regressor.0.weight"].std() < 2
+    hidden = 1 / (1 + np.exp(-units))
     expected = 3 + 2 * (hidden @ w["regressor.3.weight"].T + w["regressor.3.bias"])
     found = model.predict(TEXTS, batch_size=7)
     assert found.reshape(24, K) == pytest.approx(expected, abs=2e-5)
@@ -314,6 +319,25 @@ def test_final_logits_mlp_is_a_sigmoid_between_two_layers(K, base, tmp_path):
     assert {n.split(".")[0] for n in load_file(tmp_path / "saved" / "model.safetensors")} == {"score"}
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert (loaded.predict(TEXTS) == own.model.predict(TEXTS)).all()
+
+
+def test_final_logits_mlp_learns_from_a_large_vocabulary_with_a_common_offset():
+    """Raw, such logits saturate every sigmoid after the first step of Adam."""
+    torch.manual_seed(0)
+    signal = torch.randn(400)
+    logits = 8 + 3 * torch.randn(400, 20_000) + signal[:, None] * torch.randn(20_000)
+    head = FinalLogitsHead(
+        SimpleNamespace(vocab_size=20_000, head_hidden_size=64, head_dropout=0.0, target_names=["y"])
+    )
+    optimizer = torch.optim.Adam(head.parameters(), lr=1e-3)
+    for _ in range(30):
+        for rows in torch.arange(300).split(30):
+            loss = (head(logits[rows])[0][:, 0] - signal[rows]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = head(logits[300:])[0][:, 0].detach()
+    assert np.corrcoef(found, signal[300:])[0, 1] > 0.9
 
 
 def test_one_step_of_the_mlp_is_autograds(base, tmp_path):

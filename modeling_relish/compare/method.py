@@ -59,6 +59,9 @@ class Method:
     regimes: tuple[str, ...] = ("frozen",)
     has_seeds = True  # else every seed gives the same numbers, and one is run
     needs_layer_search = False
+    more_settings: tuple[
+        str, ...
+    ] = ()  # that may be given (an ablation), and are otherwise left to the model's defaults
     backbone_kind: ClassVar[str] = "backbone"  # or "encoder", or "none": then its rows stand beside every backbone's
 
     def __init__(self, key: str, *titles: str) -> None:

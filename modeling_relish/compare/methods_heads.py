@@ -20,6 +20,12 @@ LORA_RATES, FULL_RATES = (2e-4, 6e-4, 6e-5), (3e-5, 1e-4, 1e-5)
 # Seconds per row and epoch on cached states, two cores; runs that are done correct them.
 _ROW_SECONDS = {"relish": 3e-3, "linear": 5e-4, "mlp": 8e-4, "special_token": 5e-4, "final_logits_mlp": 4e-3}
 _TRAINED_COST = 3.5  # of a training step, in forward passes
+# Of RelishConfig: what an ablation may change.
+ABLATIONS = (
+    "backbone_layers", "head_dropout", "head_hidden_size", "head_intermediate_size", "head_num_attention_heads", "huber_delta",
+    "input_norm", "latent_combination", "latent_init", "num_latents", "num_refinement_steps", "objective", "pooling",
+    "regressor", "share_refinement_steps",
+)  # fmt: skip
 _LOGITS_MLP_WIDTH = 64  # over a whole vocabulary of logits, each unit has as many weights as there are tokens
 
 
@@ -47,6 +53,7 @@ class Head(Method):
     ) -> None:
         super().__init__(key, title)
         self.head_type, self.needs_layer_search, self.config = head_type, searched, config
+        self.more_settings = ABLATIONS if head_type in ("relish", "linear", "mlp") else ()
         self.regimes = regimes
 
     def why_not(self, bench: Workbench, regime: str) -> str | None:
@@ -67,8 +74,8 @@ class Head(Method):
 
     def grid(self, regime: str) -> Sequence[Settings]:
         """Return learning rates."""
-        relish = self.head_type in ("relish", "final_logits_mlp")
-        rates = {"lora": LORA_RATES, "full": FULL_RATES}.get(regime, RELISH_RATES if relish else HEAD_RATES)
+        usual = RELISH_RATES if self.head_type == "relish" else HEAD_RATES
+        rates = {"lora": LORA_RATES, "full": FULL_RATES}.get(regime, usual)
         return [{"learning_rate": rate} for rate in rates]
 
     def settings(self, bench: Workbench, regime: str, options: Options) -> dict[str, Any]:
@@ -95,7 +102,7 @@ class Head(Method):
 
     def run(self, bench: Workbench, regime: str, seed: int, settings: Settings) -> Sequence[Outcome]:
         """Train the head, alone or with the backbone."""
-        layer = settings["backbone_layer"]
+        layer = None if "backbone_layers" in settings else settings["backbone_layer"]
         if regime == "frozen":
             bench.extract([layer])
         if regime == "frozen" and self.head_type == "final_logits_mlp":
@@ -114,7 +121,7 @@ class Head(Method):
         return [self._with_notes(bench, outcome.with_extraction(bench, layer) if regime == "frozen" else outcome)]
 
     def _shape(self, settings: Settings) -> dict[str, Any]:
-        return {name: settings[name] for name in self.config}
+        return {name: settings[name] for name in (*self.config, *self.more_settings) if name in settings}
 
     def _with_notes(self, bench: Workbench, outcome: Outcome) -> Outcome:
         if not self.needs_layer_search:

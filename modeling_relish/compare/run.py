@@ -219,8 +219,9 @@ class _Work:
 
     def _all_settings(self, job: Job, candidate: Mapping[str, Any]) -> dict[str, Any]:
         own = {**job.method.settings(job.bench, job.regime, self.clock.options), **job.method.grid(job.regime)[0]}
-        if unknown := sorted(set(candidate) - set(own)):
-            raise CompareError(f"{job.method.key} has no setting {unknown}; it has {sorted(own)}.")
+        known = {*own, *job.method.more_settings}
+        if unknown := sorted(set(candidate) - known):
+            raise CompareError(f"{job.method.key} has no setting {unknown}; it has {sorted(known)}.")
         task = job.bench.task
         common: dict[str, Any] = {"data": task.digest, "train_rows": len(task.splits["train"])}
         if job.method.backbone_kind != "none":
