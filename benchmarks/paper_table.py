@@ -6,10 +6,9 @@
 
 `results/paper/frozen` has the frozen regime on five data sets, `thousand` LoRA on 1,000 training rows of STS-B and SICK-R
 (and 500 validation rows), `whole` LoRA on all of STS-B, `matched` RELISH beside RAFT with as many trainable parameters and in as
-much time, `grids` RAFT over other number grids, `ablations` RELISH with one thing changed. Learning rates are searched on STS-B, once
-per backbone and regime (three for every method where the backbone is frozen, two under LoRA), and held for the other sets; layers
-are searched on each set. `table.md` has the averages and gaps
-beside the paper's.
+much time, `grids` RAFT over other number grids, `ablations` RELISH with one thing changed. Learning rates are searched on STS-B,
+once per backbone and regime (three for every method where the backbone is frozen, two under LoRA), and held for the other sets;
+layers are searched on each set. `table.md` has the averages and gaps beside the paper's.
 """
 
 from dataclasses import dataclass, replace

@@ -71,11 +71,12 @@ def test_greedy_answers_are_those_of_argmax_in_the_order_of_the_rows(kind):
     assert len(set(expected)) > 1
 
 
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", [*KINDS, "lfm2"])
-def test_examples_shown_once_are_examples_written_into_every_prompt(kind):
+def test_examples_shown_once_are_examples_written_into_every_prompt(kind, kernel):
     tokenizer = MAKERS.get(kind, TOKENIZERS["llama"])()
     settings = {"n_positions": 512} if kind == "gpt2" else {}
-    model = tiny_language_model(kind, **settings)
+    model = tiny_language_model(kind, kernel=kernel, **settings)
     rows = TEXTS[:6]
     expected = [argmax_loop(model, tokenizer, ids) for ids in prompts(tokenizer, [*rows], SHOWN + TEMPLATE)]
     for batch_size in (1, 4, 16):

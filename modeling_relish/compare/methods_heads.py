@@ -16,7 +16,7 @@ from .workbench import Workbench
 
 # Learning rates: the usual one, three times it, a third of it.
 HEAD_RATES, RELISH_RATES = (3e-3, 1e-2, 1e-3), (3e-4, 1e-3, 1e-4)
-LORA_RATES, FULL_RATES = (2e-4, 6e-4, 6e-5), (3e-5, 1e-4, 1e-5)
+LORA_RATES, FULL_RATES = (6e-4, 2e-3, 2e-4), (3e-5, 1e-4, 1e-5)
 # Seconds per row and epoch on cached states, two cores; runs that are done correct them.
 _ROW_SECONDS = {"relish": 3e-3, "linear": 5e-4, "mlp": 8e-4, "special_token": 5e-4, "final_logits_mlp": 4e-3}
 _TRAINED_COST = 3.5  # of a training step, in forward passes
