@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +24,13 @@ from .cli_shared import (
     write_json,
 )
 from .configuration_checks_relish import GRID_OBJECTIVES
+
+# Of RelishConfig: what --set may change; the rest has options of its own or is measured.
+SETTINGS = (
+    "backbone_layers", "head_dropout", "head_hidden_size", "head_intermediate_size", "head_num_attention_heads", "huber_delta",
+    "input_norm", "latent_combination", "latent_init", "learn_values", "num_latents", "num_refinement_steps", "regressor",
+    "share_refinement_steps", "truncation",
+)  # fmt: skip
 
 
 class Head(str, Enum):
@@ -92,6 +101,10 @@ def train(
         bool, typer.Option("--lora", help="Train LoRA on the backbone's linear layers with the head.")
     ] = False,
     lora_rank: Annotated[int, typer.Option(help="Rank of LoRA; alpha is twice that.")] = 8,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Another setting of RelishConfig, as num_refinement_steps=4; repeatable."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="For splits, head and order of rows.")] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint in the output folder.")
@@ -139,11 +152,13 @@ def train(
     say(f"rows: {', '.join(f'{name} {len(split)}' for name, split in splits.items())}\nprompt: {template!r}")
     scale = {} if label_min is None else {"label_min": [label_min] * len(label), "label_max": [label_max] * len(label)}
 
-    more_settings: dict[str, Any] = {}
+    more_settings = read_settings(settings or ())
+    if "backbone_layers" in more_settings and backbone_layer == "auto":
+        raise ValueError("--set backbone_layers mixes layers, --backbone-layer auto looks for one: choose one of them.")
     if head is Head.number_grid:
         known = None if label_min is None or label_max is None else (label_min, label_max)
         found_grid = grid_of_labels(grid, [row[0] for row in splits["train"]["labels"]], known)
-        more_settings = {"number_grid": found_grid, "normalize_grid": objective is Objective.mbr}
+        more_settings |= {"number_grid": found_grid, "normalize_grid": objective is Objective.mbr}
 
     def start(layer: int | None, **more: Any) -> RelishForSequenceRegression:
         set_seed(seed)
@@ -153,7 +168,8 @@ def train(
             dtype="float32" if train_backbone else compute_dtype(), **scale, **more_settings, **more,
         )  # fmt: skip
 
-    layer = choose_layer(backbone, "last" if reads_end else backbone_layer, revision)
+    reads_top = reads_end or "backbone_layers" in more_settings
+    layer = choose_layer(backbone, "last" if reads_top else backbone_layer, revision)
     tokenizer = AutoTokenizer.from_pretrained(
         resolve_backbone(backbone), **({"revision": revision} if revision else {})
     )
@@ -186,3 +202,21 @@ def train(
     shutil.rmtree(work)
     show_metrics({name: strip_prefix(metrics, name) for name, metrics in report.items()})
     say(f"saved to {output}; use it with: relish predict {output} table.csv --output scored.csv")
+
+
+def read_settings(given: Sequence[str]) -> dict[str, Any]:
+    """Read `NAME=VALUE` settings of RelishConfig; values as JSON has them, else as they stand.
+
+    Raises:
+        ValueError: for another form or name, or a name that is given twice.
+    """
+    found: dict[str, Any] = {}
+    for setting in given:
+        name, separator, value = setting.partition("=")
+        if not separator or name not in SETTINGS or name in found:
+            raise ValueError(f"--set takes NAME=VALUE, each name once, of {', '.join(SETTINGS)}; got {setting!r}.")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found

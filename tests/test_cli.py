@@ -281,6 +281,20 @@ def test_layer_learning_rate_and_max_length_reach_the_model(base, tmp_path, monk
     assert seen == [(3e-4, 1, 16), (1e-3, 1, 16), (0.01, 2, 16)]
 
 
+def test_other_settings_of_the_config_are_set_by_name(base, fails, tmp_path):
+    data = save(tmp_path / "data.csv", rows(40))
+    given = ["train", data, "--label", "score", *options(base, tmp_path / "out")]
+    run(*given, "--set", "num_latents=2", "--set", "latent_init=mean", "--set", "backbone_layers=[1,2]")
+    config = RelishForSequenceRegression.from_pretrained(tmp_path / "out").config
+    assert (config.num_latents, config.latent_init, config.backbone_layers) == (2, "mean", [1, 2])
+    elsewhere = [*given, "--output", tmp_path / "other"]
+    for wrong in ("num_latent=2", "num_latents", "label_mean=3"):
+        assert wrong in fails(*elsewhere, "--set", wrong)
+    assert "num_latents" in fails(*elsewhere, "--set", "num_latents=0")
+    assert "choose one" in fails(*elsewhere, "--set", "backbone_layers=[1,2]", "--backbone-layer", "auto")
+    assert not (tmp_path / "other").exists()
+
+
 def test_weights_count_and_are_no_text(base, tmp_path):
     table = rows(30)
     variants = {

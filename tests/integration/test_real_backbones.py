@@ -8,6 +8,7 @@ from tiny import SCORES, TEXTS
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from modeling_relish import RelishForSequenceRegression, RelishTrainer, RelishTrainingArguments
+from modeling_relish.explain import explain
 
 pytestmark = pytest.mark.integration
 TEMPLATE = "Text: {text}\nScore:"
@@ -82,3 +83,23 @@ def test_from_text_to_a_saved_model_and_back(backbone, tmp_path):
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert loaded.predict(TEXTS).tolist() == expected.tolist()
     assert (tmp_path / "out" / "model.safetensors").stat().st_size < 16e6
+
+
+def test_explained_tokens_are_the_prompt_and_the_last_step_is_the_score(backbone):
+    model = RelishForSequenceRegression.from_backbone(
+        str(backbone),
+        backbone_layer=4,
+        prompt_template=TEMPLATE,
+        dtype=torch.float32,
+        label_mean=[2.0],
+        label_std=[1.0],
+    )
+    tokenizer = AutoTokenizer.from_pretrained(backbone)
+    texts = ["naïve 日本 😀 end", TEXTS[6], "7,5 of 10"]
+    found = explain(model, texts, tokenizer)
+    for text, one in zip(texts, found, strict=True):
+        assert one.attention.shape == (3, 8, len(one.tokens))
+        assert one.attention.sum(-1) == pytest.approx(1, abs=1e-5)
+        if tokenizer.mask_token is None:  # else an encoder's, which lowers case and drops accents
+            assert "".join(one.tokens) == TEMPLATE.format(text=text)
+    assert [one.predictions[-1, 0] for one in found] == pytest.approx(model.predict(texts, tokenizer), abs=1e-4)
