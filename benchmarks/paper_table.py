@@ -143,7 +143,7 @@ class Table:
         """RAFT over other grids, over the first backbone."""
         own = replace(self, backbones=self.backbones[:1])
         (choices,) = own.tuned("stsb", ("raft",)).settings.values()
-        for grid in GRIDS:
+        for grid in GRIDS if self.rows is None else GRIDS[:2]:
             held = {backbone_name(own.backbones[0]): {"raft/lora": {**choices["raft/lora"], "number_grid": grid}}}
             own.run(self.task("stsb", 1000), "grids", held, methods="raft", regimes="lora")
 
@@ -152,7 +152,7 @@ class Table:
         own = replace(self, backbones=self.backbones[:1])
         best = own.run(self.task("stsb"), "frozen", methods="relish_layer_search", regimes="frozen").runs[0].settings
         kept = {name: best[name] for name in ("learning_rate", "backbone_layer")}
-        for changed in ABLATIONS:
+        for changed in ABLATIONS if self.rows is None else ABLATIONS[:3]:
             held = {backbone_name(own.backbones[0]): {"relish/frozen": {**kept, **changed}}}
             own.run(self.task("stsb"), "ablations", held, methods="relish", regimes="frozen")
         for rows in SIZES if self.rows is None else ():
@@ -271,7 +271,9 @@ def main(
     shots: int = 128,
     samples: int = 16,
     seeds: int = 3,
-    rows: Annotated[int | None, typer.Option(help="Only so many rows of every split: to try the script.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Only so many rows of every split, and few ablations: to try the script.")
+    ] = None,
     output: Path = Path(__file__).parent / "results" / "paper",
 ):
     options = Options(
