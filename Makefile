@@ -22,7 +22,7 @@ fetch: env
 	"$(RUN)" -m modeling_relish.embedded SmolLM2-135M-Instruct all-MiniLM-L6-v2 tweets
 
 test: env fetch
-	"$(RUN)" -m pytest -n 2 --dist loadfile --cov=modeling_relish --cov-fail-under=90
+	"$(RUN)" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --cov=modeling_relish --cov-fail-under=90
 
 lint: env
 	"$(RUN)" -m ruff check .

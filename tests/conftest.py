@@ -35,6 +35,18 @@ if str(TESTS) not in sys.path:
 torch.set_num_threads(1)  # tiny tensors; threads that wait for each other cost more than they bring
 
 
+# They take minutes each. First, so that no worker is left with one of them when the others have ended.
+SLOW_FILES = (
+    "test_notebooks.py", "test_paper_table.py", "test_compare_run.py", "test_trl_real.py", "test_number_grid_real.py",
+    "test_compare_resume.py", "test_hub_push.py", "test_accelerate.py", "test_hub.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the slowest files first."""
+    items.sort(key=lambda item: SLOW_FILES.index(item.path.name) if item.path.name in SLOW_FILES else len(SLOW_FILES))
+
+
 class NetworkBlockedError(RuntimeError):
     """A test reached for the network. Not an OSError: a library would take that for a missing connection and carry on."""
 
