@@ -116,7 +116,7 @@ class RailGrid(LanguageModelMethod):
         validation = model.predict(bench.task.texts("validation"), bench.tokenizer, batch_size=BATCH)
         started = time.monotonic()
         predictions = model.predict(bench.task.texts("test"), bench.tokenizer, batch_size=BATCH)
-        seconds = round(time.monotonic() - started, 2)
+        seconds = round(time.monotonic() - started, 4)
         return [Outcome(predictions.astype(np.float64), validated(bench.task, validation), predict_seconds=seconds)]
 
 
@@ -187,7 +187,7 @@ def decoded(
     validation = decode_numbers(model, bench.tokenizer, [texts[i] for i in chosen], **settings)
     started = time.monotonic()
     found = decode_numbers(model, bench.tokenizer, bench.task.texts("test"), **settings)
-    costs: dict[str, Any] = {"predict_seconds": round(time.monotonic() - started, 2)}
+    costs: dict[str, Any] = {"predict_seconds": round(time.monotonic() - started, 4)}
     if trained is not None:
         names = ("trainable_parameters", "train_seconds", "curve")
         costs |= {name: getattr(trained, name) for name in names}

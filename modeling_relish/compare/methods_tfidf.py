@@ -65,7 +65,7 @@ class Tfidf(Method):
                 predictions=np.asarray(predictions, dtype=np.float64),
                 validation=validated(bench.task, regressor.predict(vectors["validation"])),
                 trainable_parameters=self._size(regressor),
-                train_seconds=round(fitted - started, 2),
+                train_seconds=round(fitted - started, 4),
                 predict_seconds=round(time.monotonic() - fitted, 4),
             )
         ]

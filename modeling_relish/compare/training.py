@@ -124,8 +124,8 @@ def _train(trainer: Trainer, test: Any) -> Outcome:
         predictions=predictions,
         validation={metric: float(best[f"eval_{metric}"]) for metric in METRICS},
         trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        train_seconds=round(trained - started, 2),
-        predict_seconds=round(time.monotonic() - trained, 2),
+        train_seconds=round(trained - started, 4),
+        predict_seconds=round(time.monotonic() - trained, 4),
         curve=[(float(entry["step"]), float(entry["eval_pearson"])) for entry in evaluated],
     )
 
