@@ -43,7 +43,7 @@ HEADS = (
 # What writes or samples its answers, one token after the other, takes longest: it is a stage of its own.
 SLOW = ("many_shot", "rail_sampling")
 TUNED = ("raft", "relish", "relish_layer_search", "linear", "mlp")
-FAMILY = ("zero_shot", "many_shot", "rail", "rail_sampling", "raft", "cross_entropy")
+SAID = ("zero_shot", "rail", *SLOW)
 GRIDS = (
     {"5": 5}, [1, 2, 3, 4, 5], {letter: i for i, letter in enumerate("ABCDEF")},
     {month: i for i, month in enumerate(("January", "February", "March", "April", "May", "June"))},
@@ -55,10 +55,15 @@ ABLATIONS = (
     {"head_hidden_size": 128}, {"head_hidden_size": 512}, {"head_num_attention_heads": 1}, {"head_num_attention_heads": 4},
     {"num_latents": 4}, {"num_latents": 4, "latent_combination": "concat"},
     *({"latent_init": start} for start in ("first", "last", "mean", "max")), {"regressor": "mlp"}, {"input_norm": False},
+    {"backbone_layers": [12, 16, 20, 24]},
 )  # fmt: skip
 SIZES = (100, 300, 1000, 3000)
 STAGES = ("frozen", "numbers", "thousand", "whole", "matched", "grids", "ablations", "slow")
-TUNED_FOLDERS = ("thousand", "whole", "matched", "grids")
+FOLDERS = {
+    "frozen": "frozen",
+    "ablations": "frozen",
+    **dict.fromkeys(("thousand", "whole", "matched", "grids"), "lora"),
+}
 VALIDATION_ROWS, WHOLE_EPOCHS = 500, 2
 # RELISH relative to the second best, means over the paper's data sets and backbones (RELISH, abstract and table 2).
 PAPER = {"pearson": 0.067, "spearman": 0.072, "nrmse": -0.199}
@@ -104,11 +109,12 @@ class Table:
     # ---------------------------------------------------------------- stages
 
     def frozen(self, methods=None):
+        options = replace(self.options, candidates=min(3, self.options.candidates + 1))
         for name in self.sets:
             held = self.held(name, "frozen")
-            options = replace(self.options, candidates=min(3, self.options.candidates + 1))  # these are cheap
-            chosen = methods or self.methods
-            self.run(self.task(name), "frozen", held, methods=chosen, regimes="frozen", options=options)
+            self.run(
+                self.task(name), "frozen", held, methods=methods or self.methods, regimes="frozen", options=options
+            )
 
     def slow(self):
         self.frozen(SLOW)
@@ -116,11 +122,14 @@ class Table:
     def held(self, name, folder):
         """Settings that were chosen on STS-B, for the other sets."""
         kept = self.output / folder / "settings.json"
-        return kept if name != next(iter(SETS)) and kept.exists() else None
+        if name == next(iter(SETS)):
+            return None
+        if not kept.exists():
+            raise typer.BadParameter(f"{name} takes the settings that were chosen on STS-B: run that first.")
+        return kept
 
-    def tuned(self, name, methods):
+    def tuned(self, name, methods, regimes="lora"):
         """LoRA on 1,000 rows."""
-        regimes = "frozen,lora" if methods is FAMILY else "lora"
         held = self.held(name, "thousand")
         return self.run(self.task(name, 1000), "thousand", held, methods=methods, regimes=regimes)
 
@@ -128,16 +137,16 @@ class Table:
         for name in [n for n in ("stsb", "sickr") if n in self.sets]:
             self.tuned(name, TUNED)
 
-    def whole(self, methods=TUNED, backbones=None):
-        own = replace(self, backbones=backbones or self.backbones)
-        held = own.tuned("stsb", methods).settings
+    def whole(self, methods=TUNED):
+        held = self.tuned("stsb", methods).settings
         options = replace(self.options, backbone_epochs=min(WHOLE_EPOCHS, self.options.backbone_epochs))
-        chosen = [m for m in methods if m in (*TUNED, "cross_entropy")]
-        own.run(self.task("stsb"), "whole", held, methods=chosen, regimes="lora", seeds=1, options=options)
+        self.run(self.task("stsb"), "whole", held, methods=methods, regimes="lora", seeds=1, options=options)
 
     def numbers(self):
         """The regression-aware family on STS-B, over the first backbone."""
-        self.whole(FAMILY, self.backbones[:1])
+        own = replace(self, backbones=self.backbones[:1])
+        own.whole(("raft", "cross_entropy"))
+        own.tuned("stsb", SAID, "frozen")
 
     def grids(self):
         """RAFT over other grids, over the first backbone."""
@@ -192,10 +201,7 @@ class Table:
 
     def report(self):
         parts = ["# The paper's table at this machine's scale", __doc__.split("\n\n")[-1].strip()]
-        for folder, regime in (
-            *((f, "frozen") for f in ("frozen", "ablations")),
-            *((f, "lora") for f in TUNED_FOLDERS),
-        ):
+        for folder, regime in FOLDERS.items():
             if not list((self.output / folder / "results").glob("*.json")):
                 continue
             write_report(self.output / folder / "results", self.output / folder, title=f"{folder}: {regime}")
@@ -211,7 +217,7 @@ class Table:
 def gaps(tables, folder, regime):
     """Averages over data sets, and RELISH's gap to the best of the others, beside the paper's."""
     names = list(dict.fromkeys(table.dataset for table in tables))
-    parts = [f"## {folder}, {regime}: mean over {', '.join(names)}"]
+    parts = [f"## {folder}: mean over {', '.join(names)}"]
     if len(names) < 2:
         return [*parts, "Only one data set is there yet."]
     for backbone, averages in macro_averages(tables).items():
@@ -261,7 +267,9 @@ def wins(tables):
 def main(
     data: Path,
     stages: Annotated[str, typer.Option(help=f"Of {', '.join(STAGES)}; with commas between.")] = ",".join(STAGES),
-    sets: Annotated[str, typer.Option(help="With commas between; settings are chosen on the first.")] = ",".join(SETS),
+    sets: Annotated[
+        str, typer.Option(help="With commas between; stsb comes first, for settings are chosen on it.")
+    ] = ",".join(SETS),
     methods: Annotated[str, typer.Option(help="Of the frozen stage.")] = ",".join(HEADS),
     backbone: Annotated[list[str] | None, typer.Option(help="Repeatable; default: SmolLM2 and Gemma 3.")] = None,
     budget: Annotated[str | None, typer.Option(help="For every data set of a stage.")] = None,

@@ -24,13 +24,9 @@ from .cli_shared import (
     write_json,
 )
 from .configuration_checks_relish import GRID_OBJECTIVES
+from .configuration_relish import HEAD_SETTINGS
 
-# Of RelishConfig: what --set may change; the rest has options of its own or is measured.
-SETTINGS = (
-    "backbone_layers", "head_dropout", "head_hidden_size", "head_intermediate_size", "head_num_attention_heads", "huber_delta",
-    "input_norm", "latent_combination", "latent_init", "learn_values", "num_latents", "num_refinement_steps", "regressor",
-    "share_refinement_steps", "truncation",
-)  # fmt: skip
+SETTINGS = (*HEAD_SETTINGS, "learn_values", "truncation")  # that --set changes; others have options, or are measured
 
 
 class Head(str, Enum):

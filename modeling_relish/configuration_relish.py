@@ -59,6 +59,12 @@ _FOREIGN_NAMES = frozenset(
         "use_cache",
     }
 )
+# Fields that shape the head and its training: what an ablation changes.
+HEAD_SETTINGS = (
+    "backbone_layers", "head_dropout", "head_hidden_size", "head_intermediate_size", "head_num_attention_heads", "huber_delta",
+    "input_norm", "latent_combination", "latent_init", "num_latents", "num_refinement_steps", "regressor",
+    "share_refinement_steps",
+)  # fmt: skip
 _SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import maybe_autocast
 
@@ -93,9 +94,8 @@ class LogitsLinear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draw N(0, 1): a unit's variance is then one."""
-        nn.init.normal_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        init.normal_(self.weight)
+        init.zeros_(self.bias)
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         """Return (..., d) units."""

@@ -73,8 +73,7 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
             init.uniform_(module.weight, -module.bound, module.bound)
             init.zeros_(module.bias)
         elif isinstance(module, LogitsLinear):
-            init.normal_(module.weight)
-            init.zeros_(module.bias)
+            module.reset_parameters()
         elif isinstance(module, nn.Linear):
             init.kaiming_uniform_(module.weight, a=5**0.5)
             bound = module.in_features**-0.5

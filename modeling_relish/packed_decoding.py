@@ -27,9 +27,8 @@ class SharedPrefix:
 
     def __init__(self, model: Any, ids: Sequence[int]) -> None:
         self.model = model
-        self.cache = (
-            DynamicCache()
-        )  # without a config: layers with a sliding window keep everything, and the mask has the window
+        # Without a config, layers with a sliding window keep everything: the window is in the mask.
+        self.cache = DynamicCache()
         self.owners = self.places = torch.empty(0, dtype=torch.long, device=model.device)
         self._read(ids, [_PREFIX] * len(ids), range(len(ids)), keep=1)
         self.length = len(ids)

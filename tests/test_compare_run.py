@@ -7,7 +7,7 @@ import pytest
 from comparing import LAYERS, OPTIONS, SCALE, save_everything
 from scipy import stats
 
-from modeling_relish.compare import METHODS, CompareError, Options, compare, load_task
+from modeling_relish.compare import METHODS, CompareError, Options, compare, load_task, workbench
 from modeling_relish.compare.budget import budget_seconds
 from modeling_relish.compare.results import read_results
 
@@ -154,21 +154,43 @@ def test_held_settings_are_not_searched_again(everything, run, tmp_path):
 
 def test_an_ablation_is_a_setting_and_a_row_of_its_own(run, tmp_path):
     """Settings of the head, of the grid: another model each, beside the usual one in the report."""
-    head, raft = {"learning_rate": 1e-3}, {"learning_rate": 1e-3}
-    for changed in ({}, {"num_refinement_steps": 1}, {"num_latents": 2, "latent_combination": "concat"}):
-        held = {"tiny-qwen": {"relish/frozen": {**head, **changed}}}
-        found = run(tmp_path, methods="relish", settings=held, regimes="frozen", write_reports=True)
-    for grid in ({"5": 5}, {"A": 0, "B": 5}):
-        held = {"tiny-qwen": {"raft/lora": {**raft, "number_grid": grid}}}
-        run(tmp_path, methods="raft", settings=held, regimes="lora")
-    runs = read_results(tmp_path / "results")
-    heads = {json.dumps(r.settings.get("num_refinement_steps")): r for r in runs if r.method == "RELISH"}
-    assert heads["1"].trainable_parameters < heads["null"].trainable_parameters
-    assert len([r for r in runs if r.method == "RELISH"]) == 3
-    assert "RELISH (num\\_refinement\\_steps=1)" in found.report["md"].read_text(encoding="utf-8")
-    tuned = {max(r.settings["number_grid"]): r for r in runs if r.method == "RAFT"}
-    assert (min(tuned["5"].test_predictions), max(tuned["5"].test_predictions)) != (0, 5)
-    assert tuned["5"].test_predictions != tuned["B"].test_predictions
+    rate = {"learning_rate": 1e-3}
+
+    def changed(method, regime, **settings):
+        held = {"tiny-qwen": {f"{method}/{regime}": {**rate, **settings}}}
+        found = run(tmp_path, methods=method, settings=held, regimes=regime, write_reports=True)
+        return found.runs[0], found.report["md"].read_text(encoding="utf-8")
+
+    plain, _ = changed("relish", "frozen")
+    short, _ = changed("relish", "frozen", num_refinement_steps=1)
+    several, _ = changed("relish", "frozen", num_latents=2, latent_combination="concat")
+    mixed, report = changed("relish", "frozen", backbone_layers=[1, 2])
+    assert short.trainable_parameters < plain.trainable_parameters < several.trainable_parameters
+    assert mixed.trainable_parameters == plain.trainable_parameters + 2
+    assert mixed.extraction_seconds > 0
+    assert "RELISH (num\\_refinement\\_steps=1)" in report
+    digit, _ = changed("raft", "lora", number_grid={"5": 5})
+    letters, _ = changed("raft", "lora", number_grid={"A": 0, "B": 5})
+    # 5 p("5") and 5 p("B"): of other tokens' probabilities, both below 5.
+    assert digit.test_predictions != pytest.approx(letters.test_predictions, rel=0.01)
+    assert 0 < max(digit.test_predictions + letters.test_predictions) < 5
+
+
+def test_the_backbone_runs_once_for_the_layers_that_heads_read(run, tmp_path, monkeypatch):
+    passes, fill = [], workbench.fill_layers
+    monkeypatch.setattr(
+        workbench, "fill_layers", lambda caches, *a, **k: (passes.append(len(caches)), fill(caches, *a, **k))
+    )
+    settings = {**LAYERS, "layers": [1]}
+    run(tmp_path, methods="linear,relish_layer_search,mlp", regimes="frozen", layer_settings=settings)
+    assert passes == [2]
+
+
+def test_a_layer_search_that_fails_leaves_out_its_own_rows_alone(run, tmp_path):
+    settings = {**LAYERS, "layers": [99]}
+    found = run(tmp_path, methods="linear,relish_layer_search", regimes="frozen", layer_settings=settings)
+    assert {r.method for r in found.runs} == {"linear, mean"}
+    assert [name for name in found.left_out if "layer search" in name]
 
 
 def test_another_table_or_other_weights_are_other_runs(run, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -48,7 +49,7 @@ class Options:
             raise CompareError(f"epochs, sizes and counts are above 0, got {self}.")
 
 
-class Method:
+class Method(ABC):
     """One method. Subclasses say the rest.
 
     Args:
@@ -59,9 +60,8 @@ class Method:
     regimes: tuple[str, ...] = ("frozen",)
     has_seeds = True  # else every seed gives the same numbers, and one is run
     needs_layer_search = False
-    more_settings: tuple[
-        str, ...
-    ] = ()  # that may be given (an ablation), and are otherwise left to the model's defaults
+    # Settings that may be given (an ablation), and are otherwise left to the model's defaults.
+    more_settings: tuple[str, ...] = ()
     backbone_kind: ClassVar[str] = "backbone"  # or "encoder", or "none": then its rows stand beside every backbone's
 
     def __init__(self, key: str, *titles: str) -> None:
@@ -88,17 +88,17 @@ class Method:
         del regime
         return [{}]
 
+    @abstractmethod
     def settings(self, bench: Workbench, regime: str, options: Options) -> dict[str, Any]:
         """Return every other setting that decides its numbers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cost(self, bench: Workbench, regime: str, options: Options) -> float:
         """Estimate the seconds of one run, without what is shared; nothing is searched or extracted for it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, bench: Workbench, regime: str, seed: int, settings: Settings) -> Sequence[Outcome]:
         """Run it; one outcome for each of its rows."""
-        raise NotImplementedError
 
 
 def lora(task_type: str, rank: int, targets: Any = "all-linear") -> Any:

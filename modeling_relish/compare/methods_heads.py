@@ -10,6 +10,7 @@ from torch import nn
 from transformers import set_seed
 from transformers.pytorch_utils import Conv1D
 
+from ..configuration_relish import HEAD_SETTINGS
 from .method import Method, Options, Settings, lora, why_no_package
 from .training import Outcome, fit, fit_on_logits
 from .workbench import Workbench
@@ -20,12 +21,7 @@ LORA_RATES, FULL_RATES = (6e-4, 2e-3, 2e-4), (3e-5, 1e-4, 1e-5)
 # Seconds per row and epoch on cached states, two cores; runs that are done correct them.
 _ROW_SECONDS = {"relish": 3e-3, "linear": 5e-4, "mlp": 8e-4, "special_token": 5e-4, "final_logits_mlp": 4e-3}
 _TRAINED_COST = 3.5  # of a training step, in forward passes
-# Of RelishConfig: what an ablation may change.
-ABLATIONS = (
-    "backbone_layers", "head_dropout", "head_hidden_size", "head_intermediate_size", "head_num_attention_heads", "huber_delta",
-    "input_norm", "latent_combination", "latent_init", "num_latents", "num_refinement_steps", "objective", "pooling",
-    "regressor", "share_refinement_steps",
-)  # fmt: skip
+ABLATIONS = (*HEAD_SETTINGS, "objective", "pooling")
 _LOGITS_MLP_WIDTH = 64  # over a whole vocabulary of logits, each unit has as many weights as there are tokens
 
 
@@ -102,14 +98,16 @@ class Head(Method):
 
     def run(self, bench: Workbench, regime: str, seed: int, settings: Settings) -> Sequence[Outcome]:
         """Train the head, alone or with the backbone."""
-        layer = None if "backbone_layers" in settings else settings["backbone_layer"]
-        if regime == "frozen":
+        mixes = "backbone_layers" in settings
+        layer = None if mixes else settings["backbone_layer"]
+        if regime == "frozen" and not mixes:
             bench.extract([layer])
         if regime == "frozen" and self.head_type == "final_logits_mlp":
             return [fit_on_logits(bench, settings, seed).with_extraction(bench, None)]
         set_seed(seed)
         own = {"head_hidden_size": settings["hidden_size"]} if "hidden_size" in settings else {}
         model = bench.model(layer, trained=regime == "full", head_type=self.head_type, **own, **self._shape(settings))
+        mixing = bench.fill(model) if regime == "frozen" and mixes else 0.0
         adapter = None
         if regime == "lora":
             targets = _inner_linear(model.backbone) if self.head_type == "final_logits_mlp" else "all-linear"
@@ -118,7 +116,11 @@ class Head(Method):
             bench, model, settings, seed, peft_config=adapter, freeze_backbone=regime != "full",
             train_sampling_strategy="random" if regime == "frozen" else "group_by_length",
         )  # fmt: skip
-        return [self._with_notes(bench, outcome.with_extraction(bench, layer) if regime == "frozen" else outcome)]
+        if mixes:
+            outcome = replace(outcome, extraction_seconds=mixing)
+        elif regime == "frozen":
+            outcome = outcome.with_extraction(bench, layer)
+        return [self._with_notes(bench, outcome)]
 
     def _shape(self, settings: Settings) -> dict[str, Any]:
         return {name: settings[name] for name in (*self.config, *self.more_settings) if name in settings}

@@ -71,8 +71,8 @@ class Decoding(LanguageModelMethod):
             options.decoded_validation_rows, len(bench.task.splits["validation"])
         )
         read = bench.tokens("test") * rows / len(bench.task.splits["test"])
-        factor = {"zero": 1.0, "many": 6.0, "samples": 0.5 * options.samples}[self.kind]
-        return 10 + factor * (read + 4 * NEW_TOKENS * rows) / bench.tokens_per_second
+        reading, writing = {"zero": (1, 4), "many": (6, 24), "samples": (1, 2 * options.samples)}[self.kind]
+        return 10 + (reading * read + writing * NEW_TOKENS * rows) / bench.tokens_per_second
 
     def run(self, bench: Workbench, regime: str, seed: int, settings: Settings) -> Sequence[Outcome]:
         """Decode the test rows, and some of the validation rows."""

@@ -268,7 +268,8 @@ class _Work:
 
     def _execute(self, job: Job, candidate: Mapping[str, Any], where: str, seed: int) -> list[RunResult]:
         keys, task = self._keys(job, candidate, seed), job.bench.task
-        self._extract(job)
+        if not self.clock.is_limited:  # under a budget, nothing is done for what may not fit
+            job.bench.upcoming = self._upcoming(job)
         with PeakMemory() as peak:
             outcomes = job.method.run(job.bench, job.regime, seed, keys[0].settings)
         results = [_result(key, outcome, task, peak.bytes) for key, outcome in zip(keys, outcomes, strict=True)]
@@ -276,12 +277,11 @@ class _Work:
             save_result(self.folder / where, result)
         return results
 
-    def _extract(self, job: Job) -> None:
-        """Run the backbone once for all heads to come, the layers that they read together; under a budget, for this one alone."""
-        if job.method.layers(job.bench, job.regime):
-            same = {j.method for j in self.jobs if j.bench is job.bench and j.regime == job.regime}
-            methods = [job.method] if self.clock.is_limited else same
-            job.bench.extract([layer for method in methods for layer in method.layers(job.bench, job.regime)])
+    def _upcoming(self, job: Job) -> list[int | None]:
+        """Return the layers that the job's bench will be asked for; none that a search has yet to find."""
+        methods = {j.method for j in self.jobs if j.bench is job.bench and j.regime == job.regime}
+        known = [m for m in methods if job.bench.layer_is_known or not m.needs_layer_search]
+        return [layer for method in known for layer in method.layers(job.bench, job.regime)]
 
 
 def _result(key: RunKey, outcome: Outcome, task: Task, peak: int | None) -> RunResult:

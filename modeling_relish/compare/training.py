@@ -28,7 +28,7 @@ from .results import METRICS, measure
 from .tasks import CompareError, Task
 from .workbench import Workbench, device
 
-_SHORT = 200  # tokens: the plain one keeps all weights for the backward pass
+_SHORT = 200  # tokens: the plain attention keeps all weights for the backward pass
 EVAL_BATCH = 32
 
 
@@ -96,7 +96,7 @@ def fit(
 
 
 def _attend_plainly(bench: Workbench, backbone: Any) -> None:
-    """Leave torch's fused attention where it is slower: on short rows, a CPU takes five times as long for its backward pass."""
+    """Leave torch's fused attention where it is slower: on short rows, its backward pass takes a CPU longer."""
     longest = max(len(row) for split in bench.task.splits for row in bench.ids[split])
     if device() == "cpu" and longest <= _SHORT and backbone.config._attn_implementation == "sdpa":
         backbone.set_attn_implementation("eager")

@@ -41,6 +41,7 @@ class Workbench:
         features_dir: Root of the feature cache; `None` = the user's.
         max_length: Longest prompt in tokens.
         layer_settings: For [`search_layer`]: `layers`, `sample_rows`, `validation_rows`, `epochs`.
+        upcoming: Layers that other methods will read too; a pass that is needed anyway keeps them as well.
         plain_prompt: Nothing around the texts but the tokenizer's separator between them: what an encoder reads.
     """
 
@@ -51,6 +52,7 @@ class Workbench:
     max_length: int = 1024
     layer_settings: dict[str, Any] = field(default_factory=dict)
     plain_prompt: bool = False
+    upcoming: list[int | None] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -167,12 +169,11 @@ class Workbench:
 
     def extract(self, layers: Sequence[int | None]) -> None:
         """Run the backbone once over all texts for several layers, where that has not been done, and keep how long it took."""
-        total = self.config.num_hidden_layers
-        numbers = sorted({layer or total for layer in layers})
-        seconds = self._extraction_seconds()
-        numbers = [layer for layer in numbers if str(layer) not in seconds]
-        if not numbers:
+        if all(self.is_extracted(layer) for layer in layers):
             return
+        total = self.config.num_hidden_layers
+        seconds = self._extraction_seconds()
+        numbers = sorted({layer or total for layer in (*layers, *self.upcoming) if not self.is_extracted(layer)})
         whole = on_device(self.model())
         parts = [at_layer(whole, None if layer == total else layer) for layer in numbers]
         caches = [FeatureCache(part, self.features_dir) for part in parts]
@@ -188,6 +189,12 @@ class Workbench:
         for layer in numbers:
             seconds[str(layer)] = None if took is None else round(took * layer / max(numbers), 1)
         write_json(self._extraction_file, {**self._identity, "seconds": seconds})
+
+    def fill(self, model: RelishForSequenceRegression) -> float:
+        """Keep what one model's head reads, where `extract` does not know it (a mix of layers); return the seconds it took."""
+        started = time.monotonic()
+        FeatureCache(model, self.features_dir).add([r for s in SPLITS for r in self.ids[s]], show_progress=False)
+        return round(time.monotonic() - started, 4)
 
     def _extraction_seconds(self) -> dict[str, float | None]:
         return dict((self._kept(self._extraction_file) or {}).get("seconds", {}))
