@@ -1,12 +1,15 @@
 """The feature cache from the outside: what is stored, for whom, and when the backbone runs."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
-from cached import counted, filled, keys_in, shards
+from cached import SMALL, counted, filled, keys_in, shards
 from tiny import SCORES, TEXTS, TOKENIZERS, save_backbone, tiny_backbone
 from training import IDS, ROWS, TOKENIZER, losses, make_trainer, rows_of, tiny_model, workbench
 from transformers import Trainer
+from transformers.utils import logging
 
 from modeling_relish import FeatureCache, RelishForSequenceRegression, feature_files, features
 from modeling_relish.backbone_relish import NonFiniteStatesError
@@ -108,6 +111,20 @@ def test_caches_are_listed_with_their_sizes(tmp_path):
     assert entry.tokens == sum(map(len, distinct))
     assert entry.size == sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     assert feature_files.list_caches(tmp_path / "none") == []
+
+
+def test_the_bar_tells_tokens_per_second_and_the_time_left(tmp_path, capsys):
+    cache = FeatureCache(tiny_model(), tmp_path, **SMALL)
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    try:
+        cache.add(IDS)
+    finally:
+        if not was_enabled:
+            logging.disable_progress_bar()
+    shown = capsys.readouterr().err
+    assert "100%" in shown
+    assert re.search(r"\d\d:\d\d<\d\d:\d\d, .*token/s", shown)
 
 
 def test_unknown_dtype_and_trained_backbone_are_refused(tmp_path):
