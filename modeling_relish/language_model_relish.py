@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.utils import logging
 
 from .backbone_relish import check_finite, check_rows
@@ -48,6 +49,34 @@ def grid_log_probs(
         logger.warning_once(f"{reason}; every number is run by itself, which is slower.")
         return _one_by_one(model, ids, mask, trie)
     return trie.log_probs(logits)
+
+
+def own_log_probs(
+    model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, sequences: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Return (B, 1) log p(sequence | prompt), fp32, differentiable, of one token sequence for each row.
+
+    Each row runs its own sequence alone behind its prompt, as in standard fine-tuning; other arguments and errors as
+    [`grid_log_probs`], which gives the same number for a sequence of the grid.
+    """
+    check_rows(attention_mask)
+    length = max(map(len, sequences))
+    device = input_ids.device
+    targets = torch.tensor([[0] * (length - len(s)) + list(s) for s in sequences], device=device)
+    real = torch.tensor([[0] * (length - len(s)) + [1] * len(s) for s in sequences], device=device).bool()
+    # A row's last token is only looked up. What is run before it moves to the right end, behind its prompt.
+    ids, mask = pad_left(
+        torch.cat([input_ids, targets[:, :-1]], dim=1), torch.cat([attention_mask.bool(), real[:, :-1]], dim=1)
+    )
+    if _odd_layers(model) is None:
+        logits = run_masked(model, ids, mask.long(), mask.long().cumsum(1).sub(1).clamp(min=0), length)
+    else:
+        logits = _without_padding(ids, mask, lambda rows: _last(run_masked(model, *_all_tokens(rows), length), length))
+    dtype, logits = logits.dtype, logits.float()
+    log_total = logits.logsumexp(-1)
+    check_finite(log_total.to(dtype)[..., None], real, "the language model's logits")
+    found = logits.gather(-1, targets[..., None])[..., 0] - log_total
+    return found.masked_fill(~real, 0.0).sum(1, keepdim=True)
 
 
 def last_logits(model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -219,6 +248,11 @@ def _without_padding(
     groups = [(lengths == length).nonzero()[:, 0] for length in lengths.unique()]
     found = torch.cat([run(ids[rows, -int(lengths[rows[0]]) :]) for rows in groups])
     return found[torch.cat(groups).argsort()]
+
+
+def _last(logits: torch.Tensor, length: int) -> torch.Tensor:
+    """Bring (B, at most `length`, V) logits to `length` positions, with zeros in front."""
+    return functional.pad(logits, (0, 0, length - logits.shape[1], 0))
 
 
 def _all_tokens(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

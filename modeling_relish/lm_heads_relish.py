@@ -13,9 +13,9 @@ from transformers.utils.generic import maybe_autocast
 
 from .configuration_checks_relish import RelishConfigError
 from .configuration_relish import RelishConfig
-from .language_model_relish import grid_log_probs, last_logits
+from .language_model_relish import grid_log_probs, last_logits, own_log_probs
 from .number_grid_relish import NumberGrid, TokenTrie
-from .objectives_relish import check_labels, grid_loss, grid_probs
+from .objectives_relish import check_labels, grid_loss, grid_probs, nearest_number
 
 
 @dataclass
@@ -57,6 +57,13 @@ class NumberGridHead(nn.Module):
     def read(self, backbone: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Ask the language model: (B, G) log p(number | prompt), fp32."""
         return grid_log_probs(backbone, input_ids, mask, self.trie).to(self.values.device)
+
+    def read_labels(
+        self, backbone: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Ask for one number of each row: (B, 1) log p(the number nearest to its label | prompt), fp32."""
+        nearest = nearest_number(self.values, check_labels(labels.to(self.values.device), len(input_ids), 1))
+        return own_log_probs(backbone, input_ids, mask, [self.trie.sequences[i] for i in nearest[:, 0].tolist()])
 
     def forward(self, log_probs: torch.Tensor, output_attentions: bool = False) -> tuple[torch.Tensor, None]:
         """Return (B, 1) expected numbers in label units, fp32; there is no attention to return."""

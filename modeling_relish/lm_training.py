@@ -14,6 +14,7 @@ from .configuration_relish import RelishConfig
 from .lm_heads_relish import NumberGridHead, NumberGridOutput, grid_output
 from .modeling_relish import RelishForSequenceRegression
 from .number_grid_relish import NumberGrid
+from .objectives_relish import own_number_loss
 from .training_args import RelishTrainingArguments
 
 
@@ -59,10 +60,23 @@ class LanguageModelRegression:
         self.backbone_is_frozen = False
 
     def outputs(self, model: torch.nn.Module, inputs: dict[str, Any]) -> NumberGridOutput:
-        """Run the language model, in whatever wrapper it is trained, on a padded batch; loss where it has labels."""
-        self.head.to(inputs["input_ids"].device)
-        log_probs = self.head.read(model, inputs["input_ids"], inputs["attention_mask"])
-        return grid_output(self.head, log_probs, self.config, inputs.get("labels"), inputs.get("sample_weight"))
+        """Run the language model, in whatever wrapper it is trained, on a padded batch; loss where it has labels.
+
+        Cross-entropy asks for the label's own number alone while it trains: there is a loss then, and no prediction.
+        """
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        labels, weight = inputs.get("labels"), inputs.get("sample_weight")
+        self.head.to(ids.device)
+        if (
+            model.training
+            and labels is not None
+            and self.config.objective == "cross_entropy"
+            and not self.head.normalize
+        ):
+            own = self.head.read_labels(model, ids, mask, labels)
+            return NumberGridOutput(loss=own_number_loss(own, weight))
+        log_probs = self.head.read(model, ids, mask)
+        return grid_output(self.head, log_probs, self.config, labels, weight)
 
 
 def grid_diagnostics(log_probs: torch.Tensor) -> torch.Tensor:

@@ -127,12 +127,9 @@ def grid_loss(
     """
     targets = targets.float()
     if objective == "cross_entropy":
-        # In fp64: two values as near as each other must stay so. The lower one wins, as the first in order.
-        ascending = torch.argsort(values.detach())
-        distances = (targets.double() - values.detach().double()[ascending]).abs()
-        nearest = ascending[distances.argmin(1, keepdim=True)]
-        loss = -(log_probs.log_softmax(1) if normalize else log_probs).gather(1, nearest)
-    elif objective == "mbr" and normalize:
+        nearest = nearest_number(values, targets)
+        return own_number_loss((log_probs.log_softmax(1) if normalize else log_probs).gather(1, nearest), sample_weight)
+    if objective == "mbr" and normalize:
         probs = grid_probs(log_probs, normalize)
         loss = (probs * ((targets - values) / scale) ** 2).sum(1, keepdim=True)
     elif objective in ("raft", "mse", "huber"):
@@ -147,9 +144,22 @@ def grid_loss(
     return _weighted_mean(loss, sample_weight)
 
 
+def nearest_number(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return (B, 1) places in (G,) `values` of the number nearest to each of (B, 1) targets, the lower of two as near."""
+    # In fp64: two values as near as each other must stay so. The lower one wins, as the first in order.
+    ascending = torch.argsort(values.detach())
+    distances = (targets.double() - values.detach().double()[ascending]).abs()
+    return ascending[distances.argmin(1, keepdim=True)]
+
+
 def grid_probs(log_probs: torch.Tensor, normalize: bool = False) -> torch.Tensor:
     """Return (B, G) probabilities: those under the whole vocabulary, or made to sum to one."""
     return log_probs.softmax(1) if normalize else log_probs.exp()
+
+
+def own_number_loss(log_probs: torch.Tensor, sample_weight: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the mean of -log p over (B, 1) log-probabilities of the rows' own numbers; weights as [`regression_loss`]."""
+    return _weighted_mean(-log_probs, sample_weight)
 
 
 def _weighted_mean(loss: torch.Tensor, sample_weight: torch.Tensor | None) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging
 
 from modeling_relish.backbone_relish import BackboneError, EmptyRowError, NonFiniteStatesError
-from modeling_relish.language_model_relish import grid_log_probs, last_logits, no_tree_mask
+from modeling_relish.language_model_relish import grid_log_probs, last_logits, no_tree_mask, own_log_probs
 from modeling_relish.number_grid_relish import NumberGrid, TokenTrie
 
 ROWS = [[5, 9, 250, 31, 7], list(range(40, 57)), [12], [(7 * i) % 299 for i in range(1, 34)]]
@@ -127,6 +127,23 @@ def test_what_takes_no_tree_mask_is_run_number_by_number_with_a_warning(kind, ca
     (told,) = [r.getMessage() for r in caplog.records if "language_model_relish" in r.name]
     assert ("a_kernel_of_ones_own" if SLOW[kind] == "a_kernel_of_ones_own" else type(model).__name__) in told
     assert "every number is run by itself" in told
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mamba", "bloom"])
+def test_one_number_for_each_row_has_the_probability_and_gradients_it_has_alone(kind):
+    """Standard fine-tuning: a row runs its own number's tokens, and no other number's."""
+    kernel = SLOW.get(kind, "sdpa") if kind in ("mamba", "bloom") else "sdpa"
+    model = tiny_language_model(kind, kernel=kernel)
+    numbers = [NUMBERS[i] for i in (3, 6, 0, 5)]
+    expected = brute_force(model, ROWS, NUMBERS)[range(4), [3, 6, 0, 5]][:, None]
+    parameters = [p for _, p in sorted(model.named_parameters())]
+    gradients = torch.autograd.grad(expected.sum(), parameters)
+    for side, width in (("left", 0), ("right", 0), ("left", 40), ("right", 64)):
+        found = own_log_probs(model, *padded(ROWS, side, width), numbers)
+        assert (found.dtype, found.shape) == (torch.float32, (4, 1))
+        torch.testing.assert_close(found.double(), expected, atol=5e-5, rtol=0)
+    for got, wanted in zip(torch.autograd.grad(found.sum(), parameters), gradients, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-4 * float(wanted.abs().max()) + 1e-7, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
