@@ -267,6 +267,11 @@ def test_a_budget_is_read_as_a_time():
     ]
 
 
+def test_whole_epochs_are_one_setting_however_they_are_written():
+    """A result is found again by its settings as they are written: 3 must not be another run than 3.0."""
+    assert repr(Options(epochs=8, backbone_epochs=3)) == repr(Options(epochs=8.0, backbone_epochs=3.0))
+
+
 def test_options_that_cannot_be():
     with pytest.raises(CompareError, match="1 to 3, got 4"):
         Options(candidates=4)

@@ -20,7 +20,7 @@ from modeling_relish import RelishForSequenceRegression, RelishTrainer, RelishTr
 from modeling_relish.backbone_relish import BackboneError
 from modeling_relish.configuration_checks_relish import RelishConfigError
 from modeling_relish.lm_training import grid_diagnostics
-from modeling_relish.number_grid_relish import NumberGrid
+from modeling_relish.number_grid_relish import NumberGrid, TokenTrie
 
 TOKENIZER = TOKENIZERS["llama"]()
 GRID = NumberGrid((0, 2.5, 5)).resolve(TOKENIZER, TEMPLATE)  # of several tokens each
@@ -110,6 +110,21 @@ def test_accumulation_changes_neither_loss_nor_gradients(kind, objective, make, 
         found = dict((own.model if lora else model).named_parameters())
         for name, tensor in stepped.items():
             torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "raft"])
+def test_cross_entropy_runs_the_labels_own_number_alone(objective, make):
+    grid = NumberGrid.between(0, 5, 0.1).resolve(TOKENIZER, TEMPLATE)
+    model = tiny_language_model("llama")
+    seen = []
+    model.get_input_embeddings().register_forward_hook(lambda _, ids, states: seen.append(ids[0].shape[1]))
+    own = make(model, rows_of(LABELS), grid=grid, objective=objective)
+    own.train()
+    prompt = max(map(len, prompts(TOKENIZER, TEXTS[:8])))
+    longest, every = max(map(len, grid.tokens)) - 1, len(TokenTrie(grid.tokens))
+    assert longest <= 3 < 10 < every
+    assert seen == [prompt + (longest if objective == "cross_entropy" else every)]
+    assert np.isfinite(own.predict(rows_of(LABELS)).predictions).all()  # scoring reads the whole grid
 
 
 @pytest.mark.parametrize("normalize", [None, True])
