@@ -109,12 +109,13 @@ class Table:
     # ---------------------------------------------------------------- stages
 
     def frozen(self, methods=None):
-        options = replace(self.options, candidates=min(3, self.options.candidates + 1))
         for name in self.sets:
-            held = self.held(name, "frozen")
-            self.run(
-                self.task(name), "frozen", held, methods=methods or self.methods, regimes="frozen", options=options
-            )
+            self.on_frozen_states(name, methods or self.methods)
+
+    def on_frozen_states(self, name, methods):
+        options = replace(self.options, candidates=min(3, self.options.candidates + 1))
+        held = self.held(name, "frozen")
+        return self.run(self.task(name), "frozen", held, methods=methods, regimes="frozen", options=options)
 
     def slow(self):
         self.frozen(SLOW)
@@ -159,14 +160,19 @@ class Table:
     def ablations(self):
         """RELISH on frozen states with one thing changed, and on fewer rows, over the first backbone on STS-B."""
         own = replace(self, backbones=self.backbones[:1])
-        best = own.run(self.task("stsb"), "frozen", methods="relish_layer_search", regimes="frozen").runs[0].settings
-        kept = {name: best[name] for name in ("learning_rate", "backbone_layer")}
+        best = own.chosen("relish_layer_search")
         for changed in ABLATIONS if self.rows is None else ABLATIONS[:3]:
-            held = {backbone_name(own.backbones[0]): {"relish/frozen": {**kept, **changed}}}
+            held = {backbone_name(own.backbones[0]): {"relish/frozen": {**best, **changed}}}
             own.run(self.task("stsb"), "ablations", held, methods="relish", regimes="frozen")
         for rows in SIZES if self.rows is None else ():
-            held = {backbone_name(own.backbones[0]): dict.fromkeys(("relish/frozen", "mlp/frozen"), kept)}
+            choices = {"relish/frozen": best, "mlp/frozen": own.chosen("mlp_layer_search")}
+            held = {backbone_name(own.backbones[0]): choices}
             own.run(self.task("stsb", rows), "ablations", held, methods=("relish", "mlp"), regimes="frozen")
+
+    def chosen(self, method):
+        """Learning rate and layer of a method on frozen states of STS-B."""
+        settings = self.on_frozen_states("stsb", method).runs[0].settings
+        return {name: settings[name] for name in ("learning_rate", "backbone_layer")}
 
     def matched(self):
         """RAFT with a rank that gives it as many parameters as RELISH + LoRA has, and with as many epochs as take its time."""
@@ -216,13 +222,15 @@ class Table:
 
 def gaps(tables, folder, regime):
     """Averages over data sets, and RELISH's gap to the best of the others, beside the paper's."""
-    names = list(dict.fromkeys(table.dataset for table in tables))
-    parts = [f"## {folder}: mean over {', '.join(names)}"]
-    if len(names) < 2:
-        return [*parts, "Only one data set is there yet."]
+    parts = [f"## {folder}: means over data sets"]
     for backbone, averages in macro_averages(tables).items():
+        of = [table for table in tables if table.backbone == backbone]
+        kept = {(a.name, a.regime) for a in averages}
+        missing = sorted({row.name for table in of for row in table.rows if (row.name, row.regime) not in kept})
         own = [a for a in averages if a.regime in (regime, "none") or (regime == "frozen" and a.regime == "full")]
-        lines = [f"### {backbone}", "| method | regime | Pearson | Spearman | NRMSE |\n|---|---|---|---|---|"]
+        lines = [f"### {backbone}: {', '.join(table.dataset for table in of)}"]
+        lines += [f"Not on all of them, so left out: {', '.join(missing)}."] if missing else []
+        lines += ["| method | regime | Pearson | Spearman | NRMSE |\n|---|---|---|---|---|"]
         lines[-1] += "".join(f"\n| {a.name} | {a.regime} | {numbers(a)} |" for a in own)
         others = [a for a in own if a.name not in (RELISH, SEARCHED)]
         lines.append("| relative to the best other | Pearson | Spearman | NRMSE |\n|---|---|---|---|")
@@ -232,7 +240,7 @@ def gaps(tables, folder, regime):
                 lines[-1] += f"\n| {a.name}, here | {' | '.join(f'{found[m]:+.1%}' for m in METRICS)} |"
         lines[-1] += f"\n| RELISH, the paper | {' | '.join(f'{PAPER[m]:+.1%}' for m in METRICS)} |"
         parts += lines
-    return parts
+    return parts if len(parts) > 1 else [*parts, "No backbone has two data sets yet."]
 
 
 def numbers(average):

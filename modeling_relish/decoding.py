@@ -76,7 +76,7 @@ def decode_numbers(
         texts: Strings, pairs, or dicts with the template's fields.
         prompt_template: The prompt, ending in words that ask for the number.
         examples: (text, label) pairs to show first (many-shot); their keys and values are computed once. Labels are
-            written with two decimals at most.
+            written with two decimals at most, with more where they lie closer together.
         num_samples: 0 decodes greedily; k > 0 draws k texts a row and averages them (RAIL by sampling).
         temperature: Of the samples; 1 is the model's own distribution, as RAIL has it.
         max_length: Longest prompt in tokens, the examples not counted.
@@ -145,7 +145,10 @@ def _prompts(
 def _examples_prefix(examples: Sequence[tuple[Any, float]], prompt_template: str, tokenizer: Any) -> list[int]:
     if not examples:
         return []
-    labels = number_strings([round(float(label), 2) for _, label in examples])
+    values = [float(label) for _, label in examples]
+    span = max(values) - min(values)
+    decimals = 2 if span == 0 else max(2, 1 - math.floor(math.log10(span / 2)))
+    labels = number_strings([round(value, decimals) for value in values])
     separator = "" if prompt_template[-1].isspace() else " "
     shown, with_special_tokens = "", True
     for i, ((example, _), label) in enumerate(zip(examples, labels, strict=True)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from .text_relish import PromptTemplate, TemplateError, tokenize
 
 AUTO = "auto"
 EOS = "eos"
+LINE_END = "\n"
 # Stands in for the row's text where a prompt's end is tokenized. Only what follows the last field is looked at.
 _SAMPLE_TEXT = "A text."
 
@@ -32,9 +33,11 @@ class NumberGrid:
         strings: How each is written; `None` writes the numbers themselves, with as many decimals as the finest needs.
         separator: Text between the prompt and the number; `"auto"` is a space, and nothing after a prompt that ends in white
             space.
-        terminator: What ends a number. `"auto"` is nothing where no number's tokens begin another's, else `"eos"`, the
-            tokenizer's end of text: without an end, the probability of "1" would hold that of "10". `None` takes that mass
-            as it is: p("1") is then the probability of everything that begins with "1". Any other text stands for itself.
+        terminator: What ends a number. `"auto"` is nothing where no number's tokens begin another's, else the line's end:
+            without an end, the probability of "1" would hold that of "10". (`"eos"`, the tokenizer's end of text, is what
+            `"auto"` takes where the tokenizer drops a line's end; after a number, few untrained models expect it.) `None`
+            takes that mass as it is: p("1") is then the probability of everything that begins with "1". Any other text
+            stands for itself.
         tokens: Token ids after the prompt, one sequence for each value; found by [`resolve`].
 
     Raises:
@@ -152,19 +155,29 @@ class NumberGrid:
         separator = self.separator
         if separator == AUTO:
             separator = "" if prompt[-1].isspace() else " "
-        tokens = [self._continuation(tokenizer, prompt, start, separator + string) for string in self.strings or ()]
-        ends_needed = _prefix_pair(tokens) is not None
-        terminator = (EOS if ends_needed else None) if self.terminator == AUTO else self.terminator
-        if terminator == EOS:
-            if tokenizer.eos_token_id is None:
+
+        def ended(end: str | None) -> list[tuple[int, ...]]:
+            text = "" if end in (None, EOS) else end
+            found = [self._continuation(tokenizer, prompt, start, f"{separator}{s}{text}") for s in self.strings or ()]
+            if end == EOS and tokenizer.eos_token_id is None:
                 raise NumberGridError("the tokenizer has no end-of-text token; name the grid's terminator.")
-            tokens = [(*t, tokenizer.eos_token_id) for t in tokens]
-        elif terminator is not None:
-            tokens = [
-                self._continuation(tokenizer, prompt, start, separator + string + terminator)
-                for string in self.strings or ()
-            ]
+            return [(*t, tokenizer.eos_token_id) for t in found] if end == EOS else found
+
+        terminator = self.terminator
+        if terminator == AUTO:
+            terminator = None
+            if _prefix_pair(ended(None)) is not None:
+                terminator = LINE_END if self._is_told_apart(ended, LINE_END) else EOS
+        tokens = ended(terminator)
         return replace(self, separator=separator, terminator=terminator, tokens=tuple(tokens))
+
+    @staticmethod
+    def _is_told_apart(ended: Callable[[str], list[tuple[int, ...]]], end: str) -> bool:
+        """Whether the tokenizer keeps an end, so that no number begins another."""
+        try:
+            return _prefix_pair(ended(end)) is None
+        except NumberGridError:
+            return False
 
     def _continuation(self, tokenizer: Any, prompt: str, start: list[int], text: str) -> tuple[int, ...]:
         whole = tokenize(prompt + text, tokenizer)

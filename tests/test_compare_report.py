@@ -40,6 +40,7 @@ def make_run(dataset, method, regime, seed, noise, parameters, backbone="SmolLM2
         RunKey(method, regime, dataset, "" if regime == "none" else backbone, seed, settings or {"epochs": 3}),
         test_predictions=labels + noise * shared + 0.05 * own, test_labels=labels, label_range=(0, 5),
         validation={"pearson": quality, "spearman": quality, "nrmse": 0.2}, trainable_parameters=parameters,
+        is_deterministic=parameters == 0,
         train_seconds=10.0 + seed, extraction_seconds=60.0, predict_seconds=2.0, peak_memory_bytes=1_500_000_000,
         curve=[(10, quality / 2), (20, quality)] if parameters else [], **rest,
     )  # fmt: skip

@@ -11,12 +11,12 @@ from modeling_relish.compare.results import METRICS, ResultError, RunKey, RunRes
 from modeling_relish.compare.significance import RowBootstrap, resample_metrics
 
 
-def method(name, predictions, labels, trained=True):
+def method(name, predictions, labels, deterministic=False):
     """One run per row of predictions (seeds, N)."""
     return [
         RunResult.from_predictions(
             RunKey(name, "frozen", "set", "tiny", seed), test_predictions=row, test_labels=labels, label_range=(0, 5),
-            validation=VALIDATION, trainable_parameters=10 * trained,
+            validation=VALIDATION, trainable_parameters=10, is_deterministic=deterministic,
         )
         for seed, row in enumerate(predictions)
     ]  # fmt: skip
@@ -132,12 +132,12 @@ def test_rows_alone_do_not_make_a_difference():
     assert found.verdict == "no difference"
 
 
-def test_one_seed_of_what_is_trained_is_not_called_and_what_is_not_trained_needs_one():
+def test_one_seed_is_not_called_unless_every_seed_gives_the_same():
     labels = labels_of(400)
     good, bad = method("good", noisy(labels, 0.3, 1), labels), method("bad", noisy(labels, 3.0, 1, seed=2), labels)
     assert RowBootstrap([*good, *bad], resamples=300).difference(good, bad).verdict == "one seed: not called"
     good = method("good", noisy(labels, 0.3, 3, spread=0.01), labels)
-    bad = method("zero-shot", noisy(labels, 3.0, 1, seed=2), labels, trained=False)
+    bad = method("zero-shot", noisy(labels, 3.0, 1, seed=2), labels, deterministic=True)
     assert RowBootstrap([*good, *bad], resamples=300).difference(good, bad).verdict == "better"
 
 

@@ -258,3 +258,18 @@ def test_prompt_that_begins_in_the_gap_between_examples_stands_as_it_would_alone
     prefix = tokenizer("\n\na\nScore: 1\n\n\n\nb\nScore: 2\n\n")["input_ids"]
     expected = [argmax_loop(model, tokenizer, prefix + ids) for ids in prompts(tokenizer, TEXTS[:3], template)]
     assert found.texts == [[text] for text in expected]
+
+
+def test_examples_that_lie_close_together_are_shown_apart():
+    tokenizer, model = TOKENIZERS["qwen3"](), tiny_language_model("qwen3")
+    for labels, shown in (
+        ((0.0012, 0.0987), ("0.001", "0.099")),
+        ((1 / 3, 4.5), ("0.33", "4.50")),
+        ((2, 2), ("2", "2")),
+    ):
+        found = decode_numbers(
+            model, tokenizer, ["c"], prompt_template=TEMPLATE, examples=list(zip("ab", labels, strict=True))
+        )
+        prompt = "\n\n".join([*(TEMPLATE.format(text=t) + f" {n}" for t, n in zip("ab", shown, strict=True)), ""])
+        ids = tokenizer(prompt + TEMPLATE.format(text="c"))["input_ids"]
+        assert found.texts == [[argmax_loop(model, tokenizer, ids)]]

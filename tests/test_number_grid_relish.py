@@ -53,6 +53,7 @@ def test_tokens_are_those_after_the_prompt_of_every_row(name, kind, end, separat
     prompts = [f"{{A}} a {text}: {text}{end}" for text in TEXTS]
     starts = [tokenizer(p)["input_ids"] for p in prompts]
     whole = [[tokenizer(p + separator + s)["input_ids"] for s in grid.strings] for p in prompts]
+    ended = [[tokenizer(p + separator + s + "\n")["input_ids"] for s in grid.strings] for p in prompts]
     if any(w[: len(s)] != s for s, row in zip(starts, whole, strict=True) for w in row):
         assert end != "\nScore:"
         with pytest.raises(NumberGridError, match="cannot be told from those of the prompt's end"):
@@ -60,9 +61,9 @@ def test_tokens_are_those_after_the_prompt_of_every_row(name, kind, end, separat
         return
     found = grid.resolve(tokenizer, template)
     assert (found.values, found.strings, found.separator) == (grid.values, grid.strings, separator)
-    ending = () if found.terminator is None else (tokenizer.eos_token_id,)
-    for start, row in zip(starts, whole, strict=True):
-        assert [(*w[len(start) :], *ending) for w in row] == list(found.tokens)
+    assert found.terminator in (None, "\n")
+    for start, row in zip(starts, whole if found.terminator is None else ended, strict=True):
+        assert [tuple(w[len(start) :]) for w in row] == list(found.tokens)
     sequences = found.tokens
     assert not any(a != b and b[: len(a)] == a for a in sequences for b in sequences)  # every mass is a number's own
 
@@ -70,7 +71,7 @@ def test_tokens_are_those_after_the_prompt_of_every_row(name, kind, end, separat
 def test_space_before_a_number_is_part_of_it_and_digits_merge_or_not():
     digit = NumberGrid((1, 10)).resolve(digit_bpe_tokenizer(), "{text}\nScore:")
     assert [digit_bpe_tokenizer().decode(t[:-1]) for t in digit.tokens] == [" 1", " 10"]
-    assert (len(digit.tokens[1]) - len(digit.tokens[0]), digit.terminator) == (1, "eos")
+    assert (len(digit.tokens[1]) - len(digit.tokens[0]), digit.terminator) == (1, "\n")
     merged = NumberGrid((5, 10, 100)).resolve(sentencepiece_tokenizer(), "{text}\nScore:")
     assert ([len(t) for t in merged.tokens], merged.terminator) == ([1, 1, 1], None)
     with pytest.raises(NumberGridError, match="' 1'.*'\\\\nScore: '|merge"):
@@ -83,12 +84,13 @@ def test_the_end_of_a_number_that_begins_another(terminator):
     bare = [tuple(tokenizer(f"A text.\nScore: {n}")["input_ids"]) for n in (1, 10, 2)]
     start = len(tokenizer("A text.\nScore:")["input_ids"])
     grid = NumberGrid((1, 10, 2), terminator=terminator).resolve(tokenizer, "{text}\nScore:")
-    if terminator in ("auto", "eos"):
+    if terminator == "eos":
         assert list(grid.tokens) == [(*b[start:], tokenizer.eos_token_id) for b in bare]
     elif terminator is None:
         assert list(grid.tokens) == [b[start:] for b in bare]
     else:
-        ended = [tokenizer(f"A text.\nScore: {n}{terminator}")["input_ids"] for n in (1, 10, 2)]
+        end = "\n" if terminator == "auto" else terminator
+        ended = [tokenizer(f"A text.\nScore: {n}{end}")["input_ids"] for n in (1, 10, 2)]
         assert list(grid.tokens) == [tuple(e[start:]) for e in ended]
     alone = NumberGrid((1, 2), terminator="auto").resolve(tokenizer, "{text}\nScore:")
     assert (alone.terminator, alone.tokens[0]) == (None, bare[0][start:])
@@ -150,7 +152,14 @@ def test_what_a_tokenizer_does_not_know_or_ends_itself_is_named():
     without_end = digit_bpe_tokenizer()
     without_end.eos_token = None
     with pytest.raises(NumberGridError, match="no end-of-text token.*terminator"):
-        NumberGrid((1, 10)).resolve(without_end, "{text}:")
+        NumberGrid((1, 10), terminator="eos").resolve(without_end, "{text}:")
+
+
+def test_end_of_text_ends_numbers_where_a_tokenizer_drops_the_lines_end():
+    tokenizer = digit_bpe_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\n", "")
+    grid = NumberGrid((1, 10)).resolve(tokenizer, "{text}:")
+    assert (grid.terminator, grid.tokens[0][-1]) == ("eos", tokenizer.eos_token_id)
 
 
 @pytest.mark.parametrize("template", ["{text}", "Score: {text}", "{a}: {b}"])

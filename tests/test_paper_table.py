@@ -83,10 +83,11 @@ def test_every_stage_leaves_its_results(paper):
 def test_the_table_has_our_gaps_beside_the_papers(paper):
     folder, _ = paper
     text = (folder / "paper" / "table.md").read_text(encoding="utf-8")
-    block = text.split("## frozen: mean over")[1].split("## Test Pearson")[0]
+    block = text.split("## frozen: means over data sets")[1].split("## Test Pearson")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines() if line.startswith("|")
     ]
+    assert f"### tiny-qwen: {', '.join(sorted(SCALES))}\n" in block
     gaps = {row[0]: row[1:] for row in rows}
     assert gaps["RELISH, the paper"] == ["+6.7%", "+7.2%", "-19.9%"]
     results = read_results(folder / "paper" / "frozen" / "results")

@@ -67,7 +67,7 @@ class Clock:
         return runs * own + self._shared(bench, method, job.regime)
 
     def _shared(self, bench: Workbench, method: Method, regime: str) -> float:
-        searches = method.needs_layer_search and not bench.layer_is_known
+        searches = method.needs_layer_search(bench)
         seconds = 0.0
         if searches:
             rows = min(_SEARCH_ROWS, len(bench.task.splits["train"]) + len(bench.task.splits["validation"]))

@@ -64,7 +64,6 @@ class Method(ABC):
 
     regimes: tuple[str, ...] = ("frozen",)
     has_seeds = True  # else every seed gives the same numbers, and one is run
-    needs_layer_search = False
     # Settings that may be given (an ablation), and are otherwise left to the model's defaults.
     more_settings: tuple[str, ...] = ()
     backbone_kind: ClassVar[str] = "backbone"  # or "encoder", or "none": then its rows stand beside every backbone's
@@ -82,6 +81,11 @@ class Method(ABC):
         """Say why it cannot be run here; `None` where it can."""
         del bench, regime
         return None
+
+    def needs_layer_search(self, bench: Workbench) -> bool:
+        """Whether its layer has to be searched first, which has not been done."""
+        del bench
+        return False
 
     def layers(self, bench: Workbench, regime: str) -> list[int | None]:
         """Return the layers whose cached states it reads; `None` is the last."""

@@ -15,8 +15,8 @@ from .method import Method, Options, Settings, lora, why_no_package
 from .training import Outcome, fit, fit_on_logits
 from .workbench import Workbench
 
-# Learning rates: the usual one, three times it, a third of it.
-HEAD_RATES, RELISH_RATES = (3e-3, 1e-2, 1e-3), (3e-4, 1e-3, 1e-4)
+# Learning rates: the usual one, then those around it. Small heads have their best at or above the usual one.
+HEAD_RATES, RELISH_RATES = (3e-3, 1e-2, 3e-2), (3e-4, 1e-3, 1e-4)
 LORA_RATES, FULL_RATES = (6e-4, 2e-3, 2e-4), (3e-5, 1e-4, 1e-5)
 # Seconds per row and epoch on cached states, two cores; runs that are done correct them.
 _ROW_SECONDS = {"relish": 3e-3, "linear": 5e-4, "mlp": 8e-4, "special_token": 5e-4, "final_logits_mlp": 4e-3}
@@ -48,7 +48,7 @@ class Head(Method):
         **config: Any,
     ) -> None:
         super().__init__(key, title)
-        self.head_type, self.needs_layer_search, self.config = head_type, searched, config
+        self.head_type, self.searched, self.config = head_type, searched, config
         self.more_settings = ABLATIONS if head_type in ("relish", "linear", "mlp") else ()
         self.regimes = regimes
 
@@ -58,14 +58,18 @@ class Head(Method):
             return reason
         return bench.why_no_language_model if self.head_type in ("special_token", "final_logits_mlp") else None
 
+    def needs_layer_search(self, bench: Workbench) -> bool:
+        """Whether its layer is searched, and is not known yet."""
+        return self.searched and not bench.layer_is_known(self.head_type)
+
     def layers(self, bench: Workbench, regime: str) -> list[int | None]:
         """Return the layer that it reads, where states are kept."""
         return [self._layer(bench)] if regime == "frozen" else []
 
     def _layer(self, bench: Workbench) -> int | None:
-        if not self.needs_layer_search:
+        if not self.searched:
             return None
-        best = bench.layer_search["best"]
+        best = bench.layer_search(self.head_type)["best"]
         return None if best == bench.config.num_hidden_layers else best
 
     def grid(self, regime: str) -> Sequence[Settings]:
@@ -93,7 +97,7 @@ class Head(Method):
             return 5 + options.epochs * len(bench.task.splits["train"]) * _ROW_SECONDS[self.head_type]
         per_epoch = _TRAINED_COST * bench.tokens("train") + bench.tokens("validation")
         tokens = options.backbone_epochs * per_epoch + bench.tokens("test")
-        share = 0.6 if self.needs_layer_search else 1.0
+        share = 0.6 if self.searched else 1.0
         return 10 + share * tokens / bench.tokens_per_second
 
     def run(self, bench: Workbench, regime: str, seed: int, settings: Settings) -> Sequence[Outcome]:
@@ -126,15 +130,14 @@ class Head(Method):
         return {name: settings[name] for name in (*self.config, *self.more_settings) if name in settings}
 
     def _with_notes(self, bench: Workbench, outcome: Outcome) -> Outcome:
-        if not self.needs_layer_search:
+        if not self.searched:
             return outcome
-        search = bench.layer_search
+        search = bench.layer_search(self.head_type)
         note = (
             f"layer {search['best']} of {search['of']} by validation; the search, once for the data set, took "
             f"{search['seconds']:.0f} s and counts under extraction"
         )
-        seconds = outcome.extraction_seconds + search["seconds"]
-        return replace(outcome, notes=[*outcome.notes, note], extraction_seconds=seconds)
+        return replace(outcome, notes=[*outcome.notes, note]).with_seconds(search["seconds"])
 
 
 def _inner_linear(language_model: Any) -> list[str]:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from transformers import set_seed
 
+from ..base_model_relish import bounded_length
 from ..decoding import DecodedNumbers, decode_numbers
 from ..modeling_relish import RelishForSequenceRegression
 from ..number_grid_relish import NumberGrid
 from ..text_relish import PromptTemplate, tokenize
 from .method import Method, Options, Settings, lora, why_no_package
 from .methods_heads import LORA_RATES
-from .tasks import CompareError, Task
+from .tasks import CompareError, Task, decimal_step
 from .training import Outcome, fit, validated
 from .workbench import Workbench
 
@@ -26,15 +27,15 @@ _TRAINED_COST = 3.5
 _SAMPLED_ROWS = 128  # continuations at once
 
 
-def decimal_step(label_range: tuple[float, float]) -> float:
-    """Return the step of numbers as people would write them on a scale: 0.1 on 0 to 5, 1 on 0 to 100, 0.01 on 0 to 1."""
-    span = label_range[1] - label_range[0]
-    return round(10.0 ** (math.floor(math.log10(span / 2)) - 1), 10)
-
-
 def written_grid(task: Task) -> NumberGrid:
     """Return the numbers that cross-entropy learns to write, each ended by a line's end."""
     return NumberGrid.between(*task.label_range, decimal_step(task.label_range), terminator="\n")
+
+
+def new_tokens(bench: Workbench) -> int:
+    """Return how many tokens an answer may have: enough for the longest number of the scale and what ends it."""
+    tokens = written_grid(bench.task).resolve(bench.tokenizer, bench.prompt).tokens or ()
+    return max(NEW_TOKENS, *map(len, tokens))
 
 
 class LanguageModelMethod(Method):
@@ -63,7 +64,7 @@ class Decoding(LanguageModelMethod):
     def settings(self, bench: Workbench, regime: str, options: Options) -> dict[str, Any]:
         """Return the number of examples or samples."""
         own = {"many": {"shots": options.shots}, "samples": {"samples": options.samples}}.get(self.kind, {})
-        return {"validation_rows": options.decoded_validation_rows, "max_new_tokens": NEW_TOKENS, **own}
+        return {"validation_rows": options.decoded_validation_rows, "max_new_tokens": new_tokens(bench), **own}
 
     def cost(self, bench: Workbench, regime: str, options: Options) -> float:
         """Estimate by tokens read, and by tokens written, which are slow."""
@@ -77,7 +78,7 @@ class Decoding(LanguageModelMethod):
     def run(self, bench: Workbench, regime: str, seed: int, settings: Settings) -> Sequence[Outcome]:
         """Decode the test rows, and some of the validation rows."""
         model = bench.language_model()
-        more: dict[str, Any] = {"batch_size": BATCH, "seed": seed}
+        more: dict[str, Any] = {"batch_size": BATCH, "seed": seed, "max_new_tokens": settings["max_new_tokens"]}
         notes = []
         if self.kind == "many":
             more["examples"] = _examples(bench, settings["shots"], seed)
@@ -145,7 +146,9 @@ class TunedLanguageModel(LanguageModelMethod):
         return {
             "epochs": options.backbone_epochs, "batch_size": options.backbone_batch_size, "lora_rank": options.lora_rank,
             "number_grid": written_grid(bench.task).to_dict() if writes else _digits(bench),
-            **({"validation_rows": options.decoded_validation_rows, "max_new_tokens": NEW_TOKENS} if writes else {}),
+            **(
+                {"validation_rows": options.decoded_validation_rows, "max_new_tokens": new_tokens(bench)} if writes else {}
+            ),
         }  # fmt: skip
 
     def cost(self, bench: Workbench, regime: str, options: Options) -> float:
@@ -165,7 +168,10 @@ class TunedLanguageModel(LanguageModelMethod):
         )  # fmt: skip
         if self.objective != "cross_entropy":
             return [outcome]
-        read = decoded(bench, model, settings["validation_rows"], [], batch_size=BATCH, trained=outcome)
+        read = decoded(
+            bench, model, settings["validation_rows"], [], batch_size=BATCH, trained=outcome,
+            max_new_tokens=settings["max_new_tokens"],
+        )  # fmt: skip
         return [read, outcome]
 
 
@@ -183,7 +189,8 @@ def decoded(
     chosen = sorted(np.random.default_rng(0).permutation(len(texts))[:validation_rows].tolist())
     if len(chosen) < len(texts):
         notes = [*notes, f"its validation metrics are of {len(chosen)} of {len(texts)} rows"]
-    settings |= {"prompt_template": bench.prompt, "max_new_tokens": NEW_TOKENS, "max_length": bench.max_length}
+    longest = bounded_length(bench.max_length, bench.config, settings["max_new_tokens"])
+    settings |= {"prompt_template": bench.prompt, "max_length": longest}
     validation = decode_numbers(model, bench.tokenizer, [texts[i] for i in chosen], **settings)
     started = time.monotonic()
     found = decode_numbers(model, bench.tokenizer, bench.task.texts("test"), **settings)
@@ -212,7 +219,7 @@ def _examples(bench: Workbench, shots: int, seed: int) -> list[tuple[dict[str, s
     template = PromptTemplate(bench.prompt)
     context = getattr(bench.config, "max_position_embeddings", None) or math.inf
     longest = max(len(row) for split in ("validation", "test") for row in bench.ids[split])
-    room = context - longest - NEW_TOKENS
+    room = context - longest - new_tokens(bench)
     chosen: list[tuple[dict[str, str], float]] = []
     step = decimal_step(bench.task.label_range)
     for index in np.random.default_rng(seed).permutation(len(texts))[:shots]:

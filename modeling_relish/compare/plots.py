@@ -77,7 +77,7 @@ def _accuracy(table: Table) -> Figure:
                 color=colour, marker=_MARKERS[row.regime], linestyle="", label=_name(row), capsize=2,
             )  # fmt: skip
         axes.set_xscale("symlog", linthresh=least)  # zero is there, too
-        axes.set_xlim(-least / 4, 2 * max(least, *(row.average(field) for row in table.rows)))
+        axes.set_xlim(-least / 4, 2 * np.nanmax([least, *(row.average(field) for row in table.rows)]))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)

@@ -88,10 +88,11 @@ class RunResult:
         trainable_parameters: How many numbers training may change; 0 for what is not trained.
         train_seconds: Training alone.
         extraction_seconds: Running the frozen backbone over the texts, for what reads cached states; 0 otherwise. What came
-            out of a shared cache counts with the time it took when it was made.
+            out of a shared cache counts with the time it took when it was made; `None` where nobody timed that.
         predict_seconds: Scoring the test rows.
         peak_memory_bytes: Of the process (or of the GPU), `None` where it was not measured.
         curve: (optimiser step, validation Pearson), as training went; empty for what is not trained.
+        is_deterministic: Whether another seed would give the same numbers.
         versions: Package -> version.
         notes: What a reader must know, e.g. how many decoded answers were no number.
     """
@@ -109,10 +110,11 @@ class RunResult:
     test_labels: Sequence[float]
     trainable_parameters: int = 0
     train_seconds: float = 0.0
-    extraction_seconds: float = 0.0
+    extraction_seconds: float | None = 0.0
     predict_seconds: float = 0.0
     peak_memory_bytes: int | None = None
     curve: Sequence[tuple[float, float]] = ()
+    is_deterministic: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
@@ -151,7 +153,7 @@ class RunResult:
         for name, metrics in (("validation", self.validation), ("test", self.test)):
             if missing := [m for m in METRICS if m not in metrics]:
                 raise ResultError(f"{where}: {name} needs {list(METRICS)}, {missing} are missing.")
-        if any(not value >= 0 for value in (self.train_seconds, self.extraction_seconds, self.predict_seconds)):
+        if any(not value >= 0 for value in (self.train_seconds, self.extraction_seconds or 0.0, self.predict_seconds)):
             raise ResultError(f"{where}: seconds must not be negative.")
         measured = measure(self.test_predictions, self.test_labels, self.label_range)
         for name in METRICS:
@@ -167,8 +169,10 @@ class RunResult:
         return RunKey(**{f.name: getattr(self, f.name) for f in fields(RunKey)})
 
     @property
-    def total_seconds(self) -> float:
-        """Extraction, training and scoring together."""
+    def total_seconds(self) -> float | None:
+        """Extraction, training and scoring together; `None` where a part is not known."""
+        if self.extraction_seconds is None:
+            return None
         return self.extraction_seconds + self.train_seconds + self.predict_seconds
 
 

@@ -147,8 +147,9 @@ class _Work:
         """Run what is not done and fits."""
         self.jobs = jobs
         for job in jobs:  # what is done teaches how long the rest will take
-            if done := self._done(job):
-                self.clock.learn(job, done)
+            with contextlib.suppress(Exception):  # told below, where the job's turn comes
+                if done := self._done(job):
+                    self.clock.learn(job, done)
         for number, job in enumerate(jobs, 1):
             place = f"[{number}/{len(jobs)}] {job.name}"
             try:
@@ -165,7 +166,7 @@ class _Work:
                 else:
                     self.log(f"{place}: done before")
                 self.found.runs += results
-            except (ValueError, RuntimeError, OSError) as error:
+            except Exception as error:  # one method's failure must not cost the others
                 if os.environ.get("RELISH_DEBUG"):
                     raise
                 self._leave_out(place, job, f"it failed: {type(error).__name__}: {error}")
@@ -179,8 +180,9 @@ class _Work:
         if not self.clock.is_limited:
             return None
         runs = 1
-        if job.seed == self.search_seed and self._held(job) is None:
+        if self._held(job) is None:  # the search comes first, whichever seed asks; with its own seed, it holds the run
             runs = sum(not self._searched(job, candidate) for candidate in self._grid(job))
+            runs += job.seed != self.search_seed
         seconds = self.clock.estimate(job, runs)
         if seconds <= self.clock.left:
             return None
@@ -238,28 +240,30 @@ class _Work:
         of = (job.bench.task.name, job.label, seed, settings)
         return [RunKey(row, job.regime, *of) for row in job.method.rows(job.bench)]
 
-    def _load(self, where: str, keys: Sequence[RunKey]) -> list[RunResult] | None:
-        found = [result for key in keys if (result := load_result(self.folder / where, key)) is not None]
-        return found if len(found) == len(keys) else None
+    def _load(self, where: str, keys: Sequence[RunKey], task: Task) -> list[RunResult] | None:
+        """Return results where all are there, on the label scale of today: NRMSE and number grids depend on it."""
+        found = [load_result(self.folder / where, key) for key in keys]
+        same = [result for result in found if result is not None and result.label_range == task.label_range]
+        return same if len(same) == len(keys) else None
 
     def _searched(self, job: Job, candidate: Mapping[str, Any]) -> list[RunResult] | None:
         """Return a candidate's results where they are there; a layer search that was not made is not made for this."""
-        if job.method.needs_layer_search and not job.bench.layer_is_known:
+        if job.method.needs_layer_search(job.bench):
             return None
-        return self._load(SEARCH, self._keys(job, candidate, self.search_seed))
+        return self._load(SEARCH, self._keys(job, candidate, self.search_seed), job.bench.task)
 
     def _done(self, job: Job) -> list[RunResult] | None:
         """Return a job's results where they are there."""
-        if job.method.needs_layer_search and not job.bench.layer_is_known:
+        if job.method.needs_layer_search(job.bench):
             return None
         if self._held(job) is None and not all(self._searched(job, candidate) for candidate in self._grid(job)):
             return None
-        return self._load(RESULTS, self._keys(job, self._choose(job), job.seed))
+        return self._load(RESULTS, self._keys(job, self._choose(job), job.seed), job.bench.task)
 
     def _do(self, job: Job) -> list[RunResult]:
         chosen = self._choose(job)
         keys = self._keys(job, chosen, job.seed)
-        found = self._load(RESULTS, keys) or self._load(SEARCH, keys)
+        found = self._load(RESULTS, keys, job.bench.task) or self._load(SEARCH, keys, job.bench.task)
         if found is None:
             return self._execute(job, chosen, RESULTS, job.seed)
         for result in found:
@@ -272,7 +276,10 @@ class _Work:
             job.bench.upcoming = self._upcoming(job)
         with PeakMemory() as peak:
             outcomes = job.method.run(job.bench, job.regime, seed, keys[0].settings)
-        results = [_result(key, outcome, task, peak.bytes) for key, outcome in zip(keys, outcomes, strict=True)]
+        results = [
+            _result(key, outcome, task, peak.bytes, not job.method.has_seeds)
+            for key, outcome in zip(keys, outcomes, strict=True)
+        ]
         for result in results:
             save_result(self.folder / where, result)
         return results
@@ -280,15 +287,16 @@ class _Work:
     def _upcoming(self, job: Job) -> list[int | None]:
         """Return the layers that the job's bench will be asked for; none that a search has yet to find."""
         methods = {j.method for j in self.jobs if j.bench is job.bench and j.regime == job.regime}
-        known = [m for m in methods if job.bench.layer_is_known or not m.needs_layer_search]
+        known = [m for m in methods if not m.needs_layer_search(job.bench)]
         return [layer for method in known for layer in method.layers(job.bench, job.regime)]
 
 
-def _result(key: RunKey, outcome: Outcome, task: Task, peak: int | None) -> RunResult:
+def _result(key: RunKey, outcome: Outcome, task: Task, peak: int | None, is_deterministic: bool) -> RunResult:
     names = ("trainable_parameters", "train_seconds", "extraction_seconds", "predict_seconds", "curve", "notes")
     return RunResult.from_predictions(
         key, test_predictions=outcome.predictions, test_labels=task.labels("test"), label_range=task.label_range,
-        validation=outcome.validation, peak_memory_bytes=peak, **{name: getattr(outcome, name) for name in names},
+        validation=outcome.validation, peak_memory_bytes=peak, is_deterministic=is_deterministic,
+        **{name: getattr(outcome, name) for name in names},
     )  # fmt: skip
 
 

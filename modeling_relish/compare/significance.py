@@ -30,8 +30,8 @@ class Difference:
         metric: One of `pearson`, `spearman`, `nrmse`.
         value: Mean over the seeds of the first minus that of the second; NaN where the metric is not defined for one of them.
         rows: (low, high), what other test rows could have given: the paired bootstrap's interval.
-        interval: (low, high), what other test rows and other seeds could have given; infinite where something that is
-            trained has one seed.
+        interval: (low, high), what other test rows and other seeds could have given; infinite where something that
+            depends on the seed has one.
         level: Of both intervals.
     """
 
@@ -108,8 +108,8 @@ class RowBootstrap:
         means = [samples[:, [self._place[id(run)] for run in runs]].mean(1) for runs in (first, second)]
         # A resample in which all predictions or labels are equal has no correlation; such are left out.
         rows = means[0] - means[1]
-        untrained = [all(run.trainable_parameters == 0 for run in runs) for runs in (first, second)]
-        deviation, freedom = _over_seeds(values, untrained)
+        fixed = [all(run.is_deterministic for run in runs) for runs in (first, second)]
+        deviation, freedom = _over_seeds(values, fixed)
         both = (-math.inf, math.inf)
         if math.isfinite(deviation):
             both = _interval(rows + (deviation * stats.t.ppf(self._quantiles, freedom) if deviation else 0.0), level)
@@ -207,13 +207,13 @@ def _ranks(values: np.ndarray, w: np.ndarray) -> np.ndarray:
     return middle[:, group] - (len(values) + 1) / 2
 
 
-def _over_seeds(values: Sequence[np.ndarray], untrained: Sequence[bool]) -> tuple[float, float]:
+def _over_seeds(values: Sequence[np.ndarray], deterministic: Sequence[bool]) -> tuple[float, float]:
     """Return the standard error over seeds of a difference of two means, and Welch's degrees of freedom.
 
-    What is not trained has no spread; one seed of what is trained has one that nobody knows: infinity.
+    What every seed gives alike has no spread; one seed of anything else has one that nobody knows: infinity.
     """
     parts = []
-    for found, fixed in zip(values, untrained, strict=True):
+    for found, fixed in zip(values, deterministic, strict=True):
         if len(found) == 1 and not fixed:
             return math.inf, math.nan
         parts.append(0.0 if len(found) == 1 else float(found.var(ddof=1)) / len(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,8 +102,8 @@ def load_task(
         text: Text columns; default: the template's fields, else every text column.
         label: The label's column.
         template: The prompt; default: the text columns by name, then `Score:`.
-        label_min: Lower end of the label's scale; default: the lowest label of all rows.
-        label_max: Upper end.
+        label_min: Lower end of the label's scale; default: the lowest label of all rows, rounded down.
+        label_max: Upper end; the same, rounded up.
         validation: A table of its own.
         test: The same.
         train_rows: Use a sample of this many training rows, drawn by `seed`: one sample for all methods and seeds.
@@ -125,8 +126,24 @@ def load_task(
     scale = None if label_min is None or label_max is None else (float(label_min), float(label_max))
     if scale is None:
         labels = np.concatenate([label_matrix(split) for split in splits.values()])
-        scale = (float(labels.min()), float(labels.max()))
+        scale = _round_scale(float(labels.min()), float(labels.max()))
     return Task(name or _name_of(data), splits, template or default_template(columns), scale)
+
+
+def decimal_step(label_range: tuple[float, float]) -> float:
+    """Return the step of numbers as people would write them on a scale: 0.1 on 0 to 5, 1 on 0 to 100, 0.01 on 0 to 1."""
+    span = label_range[1] - label_range[0]
+    return round(10.0 ** (math.floor(math.log10(span / 2)) - 1), 10)
+
+
+def _round_scale(low: float, high: float) -> tuple[float, float]:
+    """Move the ends of what the labels cover outwards to numbers as people would write them: number grids begin there."""
+    if not low < high:
+        return low, high
+    step = decimal_step((low, high))
+    places = max(0, -math.floor(math.log10(step) + 1e-9))
+    ends = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    return round(ends[0], places), round(ends[1], places)
 
 
 def _name_of(data: Any) -> str:

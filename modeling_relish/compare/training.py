@@ -40,7 +40,7 @@ class Outcome:
     validation: Mapping[str, float]
     trainable_parameters: int = 0
     train_seconds: float = 0.0
-    extraction_seconds: float = 0.0
+    extraction_seconds: float | None = 0.0
     predict_seconds: float = 0.0
     curve: Sequence[tuple[float, float]] = ()
     notes: Sequence[str] = ()
@@ -48,9 +48,13 @@ class Outcome:
     def with_extraction(self, bench: Workbench, layer: int | None) -> Outcome:
         """Add what the hidden states cost when they were made."""
         seconds = bench.extraction_seconds(layer)
-        if seconds is None:
-            return replace(self, notes=[*self.notes, "its states lay in the cache before: extraction was not timed"])
-        return replace(self, extraction_seconds=self.extraction_seconds + seconds)
+        notes = ["its states lay in the cache before: extraction was not timed"] if seconds is None else []
+        return replace(self, notes=[*self.notes, *notes]).with_seconds(seconds)
+
+    def with_seconds(self, seconds: float | None) -> Outcome:
+        """Add to the time of extraction; what was not timed makes it unknown."""
+        known = self.extraction_seconds is not None and seconds is not None
+        return replace(self, extraction_seconds=self.extraction_seconds + seconds if known else None)  # type: ignore[operator]
 
 
 def fit(

@@ -53,6 +53,7 @@ class Workbench:
     layer_settings: dict[str, Any] = field(default_factory=dict)
     plain_prompt: bool = False
     upcoming: list[int | None] = field(default_factory=list)
+    _searches: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -116,22 +117,25 @@ class Workbench:
 
     # ------------------------------------------------------------------ the layer
 
-    @property
-    def _search_file(self) -> Path:
-        return self.folder / "shared" / f"layers--{_slug(self.task.name)}--{_slug(self.name)}.json"
+    def _search_file(self, head_type: str) -> Path:
+        head = "" if head_type == "relish" else f"--{_slug(head_type)}"
+        return self.folder / "shared" / f"layers--{_slug(self.task.name)}--{_slug(self.name)}{head}.json"
 
-    @property
-    def layer_is_known(self) -> bool:
-        """Whether the search has been done, on these rows and weights."""
-        return self._kept(self._search_file) is not None
+    def layer_is_known(self, head_type: str) -> bool:
+        """Whether the search has been done for a kind of head, on these rows and weights."""
+        return head_type in self._searches or self._kept(self._search_file(head_type)) is not None
 
-    @cached_property
-    def layer_search(self) -> dict[str, Any]:
-        """Which layer the RELISH head reads best by validation: `found` (layer -> Pearson), `best`, `of`, `seconds`."""
-        kept = self._kept(self._search_file)
-        if kept is not None:
-            return kept
-        model = on_device(self.model())
+    def layer_search(self, head_type: str) -> dict[str, Any]:
+        """Return which layer a kind of head reads best by validation: `found` (layer -> Pearson), `best`, `of`, `seconds`.
+
+        Every kind has its own search: what one reads best need not be what another does.
+        """
+        if head_type not in self._searches:
+            self._searches[head_type] = self._kept(self._search_file(head_type)) or self._search(head_type)
+        return self._searches[head_type]
+
+    def _search(self, head_type: str) -> dict[str, Any]:
+        model = on_device(self.model(head_type=head_type))
         args = RelishTrainingArguments(
             output_dir=str(self.folder), disable_tqdm=True, seed=0, features_dir=self.features_dir, report_to="none"
         )
@@ -142,7 +146,7 @@ class Workbench:
             "found": {str(layer): score for layer, score in found.items()}, "best": best_layer(found),
             "of": self.config.num_hidden_layers, "seconds": round(time.monotonic() - started, 1),
         }  # fmt: skip
-        write_json(self._search_file, {**self._identity, **kept})
+        write_json(self._search_file(head_type), {**self._identity, **kept})
         return kept
 
     @cached_property
