@@ -203,7 +203,14 @@ def complete_adapter(model: Any, folder: str | os.PathLike) -> None:
     config.backbone_in_checkpoint = not model.base_is_named()
     if (quantization := quantization_of(model.backbone)) is not None:
         config.quantization_config = quantization
+    model._forget_old_figures()
     config.save_pretrained(folder)
+
+
+def remove_adapter(folder: str | os.PathLike) -> None:
+    """Remove an adapter that an earlier save left beside a model: it would be loaded in that model's place."""
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        (Path(folder) / name).unlink(missing_ok=True)
 
 
 def active_head(score: Any) -> Any:

@@ -70,16 +70,17 @@ def wrap_model(model: Any, peft_config: Any) -> Any:
     return get_peft_model(model, peft_config)
 
 
-def check_adapted(model: Any, relish: Any) -> None:
-    """Raise where an adapter would be trained without the head, or inside it.
+def check_adapted(model: Any, relish: Any, *, trains: bool = True) -> None:
+    """Raise where an adapter would be trained without the head, or inside it, or the head without the adapter.
 
     Args:
         model: What the trainer was given.
         relish: The RELISH model inside it, or itself.
+        trains: Whether there is anything to train on; an adapter may be frozen where it is only evaluated.
 
     Raises:
-        AdapterError: if the head would not be saved with the adapter, or has adapter layers in it, or nothing of `model` would be
-            trained because it was loaded for inference.
+        AdapterError: if the head would not be saved with the adapter, or has adapter layers in it, or no weight of the adapter
+            would be trained.
     """
     if not getattr(relish, "has_adapter", False):  # a causal language model has no head beside it
         return
@@ -93,4 +94,9 @@ def check_adapted(model: Any, relish: Any) -> None:
         raise AdapterError(
             f"the head {HEAD!r} is trained and saved whole beside an adapter, but this one "
             f"{f'is on its layers {inside[:2]}' if inside else 'leaves it out'}: use task_type='SEQ_CLS' in the PEFT config."
+        )
+    if trains and relish.backbone_is_frozen:
+        raise AdapterError(
+            "no weight of the adapter would be trained, the head alone: all of them have requires_grad=False. Give the trainer "
+            "an adapter that is to be trained, as PeftModel.from_pretrained(model, folder, is_trainable=True) loads it."
         )

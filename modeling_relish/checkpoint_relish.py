@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.hub import resolve_revision
 
-from .adapter_relish import Adapter, adapter_config, find_adapter, put_on, save_adapter
+from .adapter_relish import Adapter, adapter_config, find_adapter, put_on, remove_adapter, save_adapter
 from .backbone_relish import BackboneError, check_architecture, check_language_model, cut_backbone
 from .base_model_relish import (
     BACKBONE_KWARGS,
@@ -284,7 +284,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         """Save the head alone while the backbone's weights are the base model's, with an adapter where one is on it, else all.
 
         Args:
-            save_directory: Folder; created if missing.
+            save_directory: Folder; created if missing. An adapter in it goes once a model without one is written there.
             is_main_process: As in `PreTrainedModel.save_pretrained`.
             save_backbone: `True` writes everything; `False` the head alone, and raises where that would lose trained
                 backbone weights; `None` decides by whether they were touched (in a push: as that was told).
@@ -319,10 +319,9 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         if base and Path(resolve_backbone(base) if not whole else base).resolve() == Path(save_directory).resolve():
             raise BackboneError(f"{os.fspath(save_directory)!r} holds the base model itself; save into another folder.")
         if not whole:
-            state = (
-                state_dict if state_dict is not None else {f"score.{k}": v for k, v in self.score.state_dict().items()}
-            )
-            state_dict = {k: v for k, v in state.items() if k.startswith("score.")}
+            if state_dict is None:
+                state_dict = {f"score.{k}": v for k, v in self.score.state_dict().items()}
+            state_dict = {k: v for k, v in state_dict.items() if k.startswith("score.")}
         self.config.backbone_in_checkpoint = whole
         self._forget_old_figures()
         if is_main_process:
@@ -332,6 +331,8 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         if not whole and (quantization := quantization_of(self.backbone)) is not None:
             self.config.quantization_config = quantization
         super().save_pretrained(save_directory, is_main_process, state_dict=state_dict, **kwargs)
+        if is_main_process:  # last, so that a save that fails loses nothing
+            remove_adapter(save_directory)
 
     @property
     def device(self) -> torch.device:

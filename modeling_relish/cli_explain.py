@@ -19,8 +19,9 @@ def explain(
         list[str] | None, typer.Option(help="The text; repeat it for a template with several fields, in their order.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Take the text from a table: csv, tsv, jsonl, parquet, hub id.")
+        str | None, typer.Option(help="Take the text from a table: csv, tsv, jsonl, parquet, folder of splits, hub id.")
     ] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a hub data set or a folder.")] = None,
     row: Annotated[int, typer.Option(min=1, help="Which row of the table, from 1.")] = 1,
     output: Annotated[
         Path | None,
@@ -37,7 +38,7 @@ def explain(
         raise ExplainError(f"--output ends in {' or '.join(FORMATS)}, got {str(output)!r}.")
     scorer = load_model(model)
     fields = PromptTemplate(scorer.config.prompt_template).fields
-    example: Any = tuple(text) if text is not None else _row(str(data), row, fields)
+    example: Any = tuple(text) if text is not None else _row(str(data), split, row, fields)
     (explanation,) = explain(scorer, [example])
     table = Table("after step", "prediction", "most read")
     for step in range(len(explanation.predictions)):
@@ -48,11 +49,11 @@ def explain(
         say(f"written to {save(explanation, output)}")
 
 
-def _row(data: str, number: int, fields: tuple[str, ...]) -> dict[str, str]:
+def _row(data: str, split: str | None, number: int, fields: tuple[str, ...]) -> dict[str, str]:
     """Return the text fields of a table's row, counted from 1."""
     from .data import TableError, check_text, read_rows
 
-    found = next(islice(read_rows(data), number - 1, None), None)
+    found = next(islice(read_rows(data, split=split), number - 1, None), None)
     if found is None:
         raise TableError(f"{data} has no row {number}.")
     check_columns([found], fields, [], data, number - 1)

@@ -27,7 +27,7 @@ def push(
     """Push a trained model to the Hub, with its code and its model card; log in with `hf auth login` or HF_TOKEN."""
     from huggingface_hub import HfApi
 
-    from .hub_relish import CARD_NAME, HubError, is_own_card, remote_card, write_card
+    from .hub_relish import CARD_NAME, HubError, check_no_adapter_there, is_own_card, remote_card, write_card
 
     if not folder.is_dir():
         raise HubError(f"{folder} is no folder; `relish push` takes a trained model's folder.")
@@ -38,6 +38,8 @@ def push(
         text = _prepared_card(folder, repo, license)
     api = HfApi()
     repo_id = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
+    if text is not None:
+        check_no_adapter_there(repo_id, revision=revision)
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     theirs = remote_card(repo_id)

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from .base_model_relish import base_path, reading
-from .cli_shared import compute_dtype, say
+from .cli_shared import compute_dtype, say, to_own_gpu
 from .decoding import decode_numbers
 from .modeling_relish import RelishForSequenceRegression
 from .number_grid_relish import NumberGrid, NumberGridError
@@ -56,7 +56,10 @@ def grid_of_labels(text: str | None, labels: Sequence[float], scale: tuple[float
 
 
 class Decoder:
-    """A scorer, as `relish predict` takes one, that lets the language model write its number."""
+    """A scorer, as `relish predict` takes one, that lets the language model write its number.
+
+    After `predict`, `answers` is how many texts the model wrote in that call, `not_numbers` how many of them were no number.
+    """
 
     def __init__(self, model: RelishForSequenceRegression, num_samples: int, seed: int) -> None:
         self.model = model
@@ -81,8 +84,8 @@ class Decoder:
             max_length=self.config.max_length, truncation=truncation or self.config.truncation, batch_size=batch_size,
             num_samples=self.num_samples, seed=seed,
         )  # fmt: skip
-        self.not_numbers += found.not_numbers
-        self.answers += sum(map(len, found.texts))
+        self.not_numbers = found.not_numbers
+        self.answers = sum(map(len, found.texts))
         return found.values.astype(np.float32)
 
 
@@ -116,10 +119,10 @@ def load_scorer(
             raise ValueError(
                 "a plain language model needs --template, and --method rail the numbers it may say: --grid 0:5."
             )
-        model = RelishForSequenceRegression.from_backbone(
+        model = to_own_gpu(RelishForSequenceRegression.from_backbone(
             name, head_type="number_grid", number_grid=parse_grid(grid or "0,1"), dtype=compute_dtype(),
             prompt_template=template.replace("\\n", "\n"),
-        )  # fmt: skip
+        ))  # fmt: skip
     if method is Method.model:
         return model
     if model.config.head_type != "number_grid":

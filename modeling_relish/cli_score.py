@@ -21,7 +21,7 @@ from .cli_shared import (
     target_columns,
     write_json,
 )
-from .score_parts import ScoreParts, model_digest, process_rank, text_digest
+from .score_parts import Part, ScoreParts, model_digest, process_rank, rows_digest, tokenizer_digest
 
 errors = Console(stderr=True)
 
@@ -37,8 +37,9 @@ class Truncation(str, Enum):
 
 def predict(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a trained model.")],
-    data: Annotated[str, typer.Argument(help="csv, tsv, jsonl, parquet or a hub id.")],
+    data: Annotated[str, typer.Argument(help="csv, tsv, jsonl, parquet, a folder of splits or a hub id.")],
     output: Annotated[Path, typer.Option(help="Table to write; its ending chooses the format.")],
+    split: Annotated[str | None, typer.Option(help="Split of a hub data set or a folder.")] = None,
     column: Annotated[str, typer.Option(help="Name of the new column.")] = "prediction",
     batch_size: Annotated[int, typer.Option(help="Rows per model call.")] = 32,
     truncation: Annotated[
@@ -65,47 +66,48 @@ def predict(
     names = target_columns(scorer.config, column)
     cut = (truncation.value if truncation else None) or scorer.config.truncation
     writer = RowWriter(output)  # an output that cannot be written is told before anything is scored
-    texts = check_rows(scorer, data, names, cut)
-    parts = ScoreParts(
-        writer.path, [model_digest(scorer), texts, cut, str(CHUNK_ROWS), f"{method.value} {samples} {seed}"]
-    )
+    texts = check_rows(scorer, data, split, names, cut)
+    how = [cut, str(CHUNK_ROWS), f"{method.value} {samples} {seed}"]
+    parts = ScoreParts(writer.path, [model_digest(scorer), tokenizer_digest(scorer._own_tokenizer()), texts, *how])
     done = 0
-    for number, chunk in enumerate(chunks(read_rows(data), CHUNK_ROWS)):
+    for number, chunk in enumerate(chunks(read_rows(data, split=split), CHUNK_ROWS)):
         fields = text_fields(scorer, chunk, data, done)
-        if number % world == rank and parts.read(number, text_digest(fields)) is None:
+        if number % world == rank and parts.read(number, rows_digest(fields)) is None:
             scores = score_rows(scorer, fields, data, done, batch_size=batch_size, truncation=cut)
-            parts.write(number, text_digest(fields), scores.reshape(len(chunk), -1))
+            counts = (scorer.not_numbers, scorer.answers) if isinstance(scorer, Decoder) else ()
+            parts.write(number, rows_digest(fields), Part(scores.reshape(len(chunk), -1), *counts))
         done += len(chunk)
         if rank == 0:
             errors.print(f"{done} rows scored", end="\r", highlight=False)
     if rank != 0:
         return
-    done = 0
+    done = not_numbers = answers = 0
     with writer:
-        for number, chunk in enumerate(chunks(read_rows(data), CHUNK_ROWS)):
-            scores = parts.wait(number, text_digest(text_fields(scorer, chunk, data, done)))
-            for row, score in zip(chunk, scores, strict=True):
+        for number, chunk in enumerate(chunks(read_rows(data, split=split), CHUNK_ROWS)):
+            part = parts.wait(number, rows_digest(text_fields(scorer, chunk, data, done)))
+            not_numbers, answers = not_numbers + part.not_numbers, answers + part.answers
+            for row, score in zip(chunk, part.scores, strict=True):
                 writer.write({**row, **{name: float(f"{value:.7g}") for name, value in zip(names, score, strict=True)}})
             done += len(chunk)
     parts.remove()
-    if isinstance(scorer, Decoder) and scorer.not_numbers:
-        say(f"{scorer.not_numbers} of {scorer.answers} answers were no number and counted as 0.0")
+    if not_numbers:
+        say(f"{not_numbers} of {answers} answers were no number and counted as 0.0")
     say(f"{done} rows written to {output}")
 
 
-def check_rows(scorer: Any, data: str, names: list[str], truncation: str) -> str:
+def check_rows(scorer: Any, data: str, split: str | None, names: list[str], truncation: str) -> str:
     """Read the whole table once, so that a bad row is told before the first one is scored; return its texts' digest."""
     from .data import read_rows
     from .text_relish import PromptTemplate
 
     fields = PromptTemplate(scorer.config.prompt_template).fields
     digest, done = "", 0
-    for chunk in chunks(read_rows(data), CHUNK_ROWS):
+    for chunk in chunks(read_rows(data, split=split), CHUNK_ROWS):
         check_columns(chunk, fields, names, data, done)
         texts = text_fields(scorer, chunk, data, done)
         if truncation == Truncation.error.value:
             check_lengths(scorer, texts, data, done)
-        digest = text_digest([{"before": digest}, *texts])
+        digest = rows_digest([{"before": digest}, *texts])
         done += len(chunk)
     return digest
 
@@ -124,7 +126,9 @@ def text_fields(scorer: Any, rows: list[dict[str, Any]], data: str, done: int) -
 def evaluate(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a trained model.")],
     data: Annotated[str, typer.Argument(help="Table with text columns and labels.")],
-    label: Annotated[list[str], typer.Option(help="Column with the true number; repeat for several targets.")],
+    label: Annotated[
+        list[str], typer.Option(help="Column with the true number; repeat for several targets, in any order.")
+    ],
     split: Annotated[str | None, typer.Option(help="Split of a hub data set or a folder.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows per model call.")] = 32,
     output: Annotated[Path | None, typer.Option(help="Also write the metrics as JSON.")] = None,
@@ -133,13 +137,15 @@ def evaluate(
     from .data import Columns, label_matrix, load_split
     from .metrics import regression_metrics
     from .text_relish import PromptTemplate
+    from .training_data import order_targets
 
     scorer = load_model(model)
     fields = PromptTemplate(scorer.config.prompt_template).fields
     rows = load_split(data, Columns(text=fields, label=tuple(label)), split=split)
     texts = [{f: row[f] for f in fields} for row in rows]
     scores = score_rows(scorer, texts, data, batch_size=batch_size, show_progress_bar=True)
-    metrics = regression_metrics(scores, label_matrix(rows), label_range=scorer.config.label_range)
+    labels = order_targets(label_matrix(rows), label, scorer.config)
+    metrics = regression_metrics(scores, labels, label_range=scorer.config.label_range)
     show_metrics({Path(data).name: metrics})
     if output is not None:
         write_json(output, metrics)

@@ -75,11 +75,15 @@ def compute_dtype() -> str:
 
 def load_model(name: str) -> Any:
     """Load a trained model for scoring, on the GPU where there is one."""
-    import torch
-
     from .modeling_relish import RelishForSequenceRegression
 
-    model = RelishForSequenceRegression.from_pretrained(name)
+    return to_own_gpu(RelishForSequenceRegression.from_pretrained(name))
+
+
+def to_own_gpu(model: Any) -> Any:
+    """Move a model to this process's GPU where there is one."""
+    import torch
+
     own_gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # set by accelerate launch and torchrun
     return model.to(own_gpu) if torch.cuda.is_available() else model
 

@@ -25,7 +25,9 @@ from .cli_shared import (
 )
 from .configuration_checks_relish import GRID_OBJECTIVES
 from .configuration_relish import HEAD_SETTINGS
+from .score_parts import rows_digest
 
+RUN_FILE = "run.json"  # in the folder of checkpoints: the data and the settings that the run began with
 SETTINGS = (*HEAD_SETTINGS, "learn_values", "truncation")  # that --set changes; others have options, or are measured
 
 
@@ -151,6 +153,16 @@ def train(
     more_settings = read_settings(settings or ())
     if "backbone_layers" in more_settings and backbone_layer == "auto":
         raise ValueError("--set backbone_layers mixes layers, --backbone-layer auto looks for one: choose one of them.")
+    began = {
+        **{f"rows of {name}": rows_digest(split) for name, split in splits.items()},
+        "template": template, "label": label, "weight": weight, "label_min": label_min, "label_max": label_max,
+        "backbone": backbone, "revision": revision, "backbone_layer": backbone_layer, "head": head.value, "pooling": pooling,
+        "objective": objective.value, "grid": grid, "set": dict(more_settings), "max_length": max_length,
+        "train_backbone": train_backbone, "lora": lora and lora_rank, "epochs": epochs, "learning_rate": learning_rate,
+        "batch_size": batch_size, "seed": seed,
+    }  # fmt: skip
+    if resume:
+        check_same_run(work, began)
     if head is Head.number_grid:
         known = None if label_min is None or label_max is None else (label_min, label_max)
         found_grid = grid_of_labels(grid, [row[0] for row in splits["train"]["labels"]], known)
@@ -189,6 +201,8 @@ def train(
         model, args, train_dataset=splits["train"], eval_dataset=splits["validation"], processing_class=tokenizer,
         peft_config=peft_config,
     )  # fmt: skip
+    if not resume:
+        write_json(work / RUN_FILE, began)
     trainer.train(resume_from_checkpoint=True if resume else None)
     report = {"validation": trainer.evaluate(metric_key_prefix="validation")}
     if "test" in splits:
@@ -198,6 +212,36 @@ def train(
     shutil.rmtree(work)
     show_metrics({name: strip_prefix(metrics, name) for name, metrics in report.items()})
     say(f"saved to {output}; use it with: relish predict {output} table.csv --output scored.csv")
+
+
+def check_same_run(work: Path, now: dict[str, Any]) -> None:
+    """Refuse to go on from the checkpoints of a run on other rows or with other settings.
+
+    Args:
+        work: The folder of checkpoints.
+        now: What [`train`] wrote there when the run began, as it would write it now.
+
+    Raises:
+        ValueError: naming what differs; also where the folder does not say what its run began with.
+    """
+    again = "leave out --resume; --overwrite removes the checkpoints that are there."
+    if not (work / RUN_FILE).exists():
+        raise ValueError(
+            f"--resume needs the checkpoints of a run and its {RUN_FILE}, which says what data and settings it began with; "
+            f"{work / RUN_FILE} does not exist. To begin anew, {again}"
+        )
+    then = json.loads((work / RUN_FILE).read_text())
+    now = json.loads(json.dumps(now))
+    different = [
+        name if name.startswith("rows of ") else f"{name} (then {then.get(name)!r}, now {now.get(name)!r})"
+        for name in {**then, **now}
+        if then.get(name) != now.get(name)
+    ]
+    if different:
+        raise ValueError(
+            f"--resume goes on with the data and the settings that the run in {work} began with; different now: "
+            f"{', '.join(different)}. Give the same as then; or, to begin anew, {again}"
+        )
 
 
 def read_settings(given: Sequence[str]) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import cached_file, logging
 
+from .adapter_relish import ADAPTER_CONFIG, ADAPTER_WEIGHTS, active_head
 from .base_model_relish import EMBEDDED_PREFIX, is_local_name
 from .configuration_relish import RelishConfig
-from .weights_relish import backbone_fingerprint, weights_digest
+from .weights_relish import adapter_parameters, backbone_fingerprint, tensors_digest, weights_digest
 
 logger = logging.get_logger(__name__)
 
@@ -114,12 +115,36 @@ def check_base_for_others(config: RelishConfig, *, head_only: bool) -> None:
         )
 
 
+def check_no_adapter_there(repo_id: str, token: str | bool | None = None, revision: str | None = None) -> None:
+    """Refuse to push a model without an adapter into a repository that holds one, which would be loaded in its place.
+
+    Raises:
+        HubError: the message says how to remove the adapter there.
+    """
+    for branch in dict.fromkeys((revision, None)):
+        try:
+            file = cached_file(
+                repo_id, ADAPTER_CONFIG, token=token, revision=branch, _raise_exceptions_for_missing_entries=False
+            )
+        except OSError:  # no such repository yet; or no such branch, which will start as a copy of the main one
+            continue
+        if file is not None:
+            where = f", revision={revision!r}" if revision is not None and branch == revision else ""
+            raise HubError(
+                f"{repo_id} holds an adapter ({ADAPTER_CONFIG}), which would be loaded over the model without one that is pushed "
+                f"now. Push to another repository, or remove it there: huggingface_hub.HfApi().delete_files({repo_id!r}, "
+                f"[{ADAPTER_CONFIG!r}, {ADAPTER_WEIGHTS!r}]{where})."
+            )
+        return
+
+
 class HubMixin:
     """Pushing of a model: what [`PreTrainedModel`] does, with code and card."""
 
     config: Any
     score: Any
     backbone: Any
+    has_adapter: Any
     backbone_is_untouched: Callable[[], bool]
     # Writes the card's text from (config, repo_id, tags); set by the package. In a process that has the shipped files alone it
     # is None, and the card that came with the checkpoint is kept.
@@ -147,14 +172,19 @@ class HubMixin:
             self._push_settings = None
 
     def weights_name(self) -> str | None:
-        """Name what a measurement belongs to: the head's weights, and the backbone's where they are not the base model's.
+        """Name what a measurement belongs to: the weights of head and adapter, the backbone's unless they are the base model's.
 
         `None` where the weights are spread over processes or on the meta device, so that no one process can tell.
         """
-        if any(hasattr(p, "to_local") or p.is_meta or not p.numel() for p in self.score.parameters()):
+        head, adapter = active_head(self.score), adapter_parameters(self.backbone)
+        if any(hasattr(p, "to_local") or p.is_meta or not p.numel() for p in (*head.parameters(), *adapter.values())):
             return None
-        own = "" if self.backbone_is_untouched() else f"+{backbone_fingerprint(self.backbone)}"
-        return f"{weights_digest(self.score)}{own}"
+        parts = [weights_digest(head)]
+        if not self.backbone_is_untouched():
+            parts.append(str(backbone_fingerprint(self.backbone)))
+        if adapter:
+            parts.append(tensors_digest(adapter.items()))
+        return "+".join(parts)
 
     def _forget_old_figures(self) -> None:
         if self.config.evaluation and self.config.evaluation.get("weights") != self.weights_name():
@@ -168,6 +198,8 @@ class HubMixin:
         self, working_dir: str | os.PathLike, repo_id: str, files_timestamps: dict[str, float], **kwargs: Any
     ) -> Any:
         """Upload a saved folder; the one door of `push_to_hub` and of `save_pretrained(push_to_hub=True)`."""
+        if not self.has_adapter:
+            check_no_adapter_there(repo_id, kwargs.get("token"), kwargs.get("revision"))
         stamps = {k: v for k, v in files_timestamps.items() if k not in {file.name for file in code_files()}}
         theirs = remote_card(repo_id, kwargs.get("token"))
         if theirs is not None and not is_own_card(theirs):

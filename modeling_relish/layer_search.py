@@ -60,7 +60,7 @@ def search_layer(
 
     Args:
         model: Over the whole backbone (`backbone_layer=None`), frozen; it gives the settings and is not changed.
-        train_dataset: `datasets.Dataset`, as for [`RelishTrainer`].
+        train_dataset: `datasets.Dataset` or a list of dicts, as for [`RelishTrainer`].
         eval_dataset: The same; never the test rows.
         processing_class: The tokenizer.
         trainer_class: `RelishTrainer`; `RelishTrainer.search_layer` is this function with it.
@@ -74,10 +74,15 @@ def search_layer(
         Layer -> best validation Pearson (mean over targets), in the order of the layers.
 
     Raises:
-        ValueError: for a model that is cut already, or no candidate.
+        ValueError: for a model that is cut already or has an adapter on it, or no candidate.
     """
     if model.config.cut_layer != model.config.num_hidden_layers or model.config.backbone_layers is not None:
         raise ValueError(f"the layer search needs the whole backbone, this model reads {model.config.layer_name}.")
+    if model.has_adapter:
+        raise ValueError(
+            "the layer search fits heads on a frozen backbone, and this one has an adapter on it, which it would freeze too. "
+            'Choose the layer first: give the trainer the plain model with backbone_layer="auto" and peft_config=, or a layer.'
+        )
     layers = sorted(set(layers if layers is not None else candidate_layers(model.config.num_hidden_layers)))
     if not layers:
         raise ValueError("the layer search needs at least one candidate layer.")
@@ -126,7 +131,7 @@ def _fit_arguments(args: RelishTrainingArguments | None, folder: str, epochs: fl
 def _sample(dataset: Any, rows: int, seed: int) -> Any:
     if len(dataset) <= rows:
         return dataset
-    return dataset.select(sorted(np.random.default_rng(seed).permutation(len(dataset))[:rows].tolist()))
+    return [dataset[i] for i in sorted(np.random.default_rng(seed).permutation(len(dataset))[:rows].tolist())]
 
 
 def at_layer(

@@ -15,7 +15,8 @@ def _preprocess(pipeline: Pipeline, inputs: Any, truncation: str | None) -> dict
     """Turn one text, pair or dict into the model's input, through the template and its way of cutting."""
     config = pipeline.model.config
     template = PromptTemplate(config.prompt_template)
-    ids = next(encode_rows([inputs], template, pipeline.tokenizer, config.max_length, truncation or config.truncation))
+    # All of the iterator, for the warning that the text was cut comes after the last row.
+    (ids,) = encode_rows([inputs], template, pipeline.tokenizer, config.max_length, truncation or config.truncation)
     return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
 
 

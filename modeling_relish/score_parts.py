@@ -1,7 +1,7 @@
 """Scores of a table in parts on disk: shared among processes, and taken up again after a kill.
 
-The parts lie beside the output, in a hidden folder whose name is a digest of the model's weights and settings, of every text
-and of the part's size: another model or another table has another folder, so nothing of it can be mixed in.
+The parts lie beside the output, in a hidden folder whose name is a digest of the model's weights and settings, of its tokenizer,
+of every text and of the part's size: another model or another table has another folder, so nothing of it can be mixed in.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,12 +48,34 @@ def model_digest(model: Any) -> str:
     return digest.hexdigest()
 
 
-def text_digest(rows: Iterable[dict[str, str]]) -> str:
-    """Digest the texts of rows, in order."""
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Digest what decides a text's tokens: the vocabulary with its rules, the special tokens and the greatest length."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    words = json.dumps(tokenizer.get_vocab(), sort_keys=True) if fast is None else fast.to_str()
+    beside = json.dumps([tokenizer.special_tokens_map, tokenizer.model_max_length], sort_keys=True, default=str)
+    return hashlib.sha256(f"{words}\n{beside}".encode()).hexdigest()
+
+
+def rows_digest(rows: Iterable[dict[str, Any]]) -> str:
+    """Digest rows, in order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
+
+
+class Part(NamedTuple):
+    """The scores of a part's rows, and how many answers they were read from.
+
+    Args:
+        scores: (N, K) fp32.
+        not_numbers: How many answers were no number.
+        answers: How many answers a language model wrote; 0 where it wrote none.
+    """
+
+    scores: np.ndarray
+    not_numbers: int = 0
+    answers: int = 0
 
 
 class ScoreParts:
@@ -69,17 +91,17 @@ class ScoreParts:
         self.folder = output.parent / f".{output.name}.{digest}.parts"
         self._all = f".{output.name}.*.parts"
 
-    def write(self, number: int, texts: str, scores: np.ndarray) -> None:
-        """Keep the (N, K) scores of a part, whose texts have the digest `texts`."""
+    def write(self, number: int, texts: str, part: Part) -> None:
+        """Keep a part, whose texts have the digest `texts`."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"texts": texts, "scores": scores.tolist()})
+        content = json.dumps({"texts": texts, **part._asdict(), "scores": part.scores.tolist()})
         path = self._path(number)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         temporary.write_text(f"{hashlib.sha256(content.encode()).hexdigest()}\n{content}")
         temporary.replace(path)
 
-    def read(self, number: int, texts: str) -> np.ndarray | None:
-        """Return the (N, K) fp32 scores of a part; `None` where it is missing or damaged.
+    def read(self, number: int, texts: str) -> Part | None:
+        """Return a part; `None` where it is missing or damaged.
 
         Raises:
             ScorePartError: if it is of other texts, for then the table has changed while it was scored.
@@ -90,18 +112,18 @@ class ScoreParts:
             return None
         if check != hashlib.sha256(content.encode()).hexdigest():
             return None
-        part = json.loads(content)
-        if part["texts"] != texts:
+        kept = json.loads(content)
+        if kept.pop("texts") != texts:
             raise ScorePartError(
                 f"part {number} in {self.folder} is of other texts: the table changed while it was scored."
             )
-        return np.asarray(part["scores"], dtype=np.float32)
+        return Part(**{**kept, "scores": np.asarray(kept["scores"], dtype=np.float32)})
 
-    def wait(self, number: int, texts: str) -> np.ndarray:
-        """Return a part's scores as soon as the process that computes them has written them."""
-        while (scores := self.read(number, texts)) is None:
+    def wait(self, number: int, texts: str) -> Part:
+        """Return a part as soon as the process that computes it has written it."""
+        while (part := self.read(number, texts)) is None:
             time.sleep(POLL_SECONDS)
-        return scores
+        return part
 
     def remove(self) -> None:
         """Remove the parts, and those of earlier runs for the same output that nobody took up."""

@@ -14,6 +14,8 @@ from .configuration_checks_relish import TRUNCATIONS
 
 logger = logging.get_logger(__name__)
 
+CHAT_OPTIONS = ("tools", "chat_template_kwargs")  # columns that go to the chat template, beside a conversation
+
 # A column's name, spaces and all, but nothing that could mean an attribute, an index or a format.
 _FIELD = re.compile(r"[^\s.\[\]{}!:]([^.\[\]{}!:]*[^\s.\[\]{}!:])?")
 
@@ -73,7 +75,8 @@ class PromptTemplate:
             index: Row number for the error message, from 0.
 
         Raises:
-            TemplateError: if the fields do not fit or a value is neither a string nor a conversation.
+            TemplateError: if the fields do not fit, a `text_pair` has no place in the template, or a value is neither a
+                string nor a conversation.
         """
         if isinstance(example, Mapping):
             if not all(f in example for f in self.fields):
@@ -83,6 +86,11 @@ class PromptTemplate:
                         f"row {index}: the template's fields are {list(self.fields)}, got columns {sorted(map(str, example))}."
                     )
                 example = dict(zip(self.fields, pair, strict=True))
+            elif "text_pair" not in self.fields and example.get("text_pair") is not None:
+                raise TemplateError(
+                    f"row {index}: it has a 'text_pair', and the template {self.template!r} has no such field, only "
+                    f"{list(self.fields)}. Leave text_pair out, or use a model whose template has two fields."
+                )
             values = [example[f] for f in self.fields]
         else:
             values = (
@@ -168,7 +176,8 @@ def prompt_row(example: Any, template: PromptTemplate, tokenizer: Any, index: in
     transformers and TRL; behind words of the prompt template the chat's own BOS is left out.
 
     Args:
-        example: What [`PromptTemplate.row`] accepts; `tools` and `chat_template_kwargs` of a mapping go to the chat template.
+        example: What [`PromptTemplate.row`] accepts; where a field of a mapping is a conversation, its `tools` (a list, or
+            JSON) and `chat_template_kwargs` go to the chat template.
         template: The parsed template.
         tokenizer: A transformers tokenizer.
         index: Row number for the error message, from 0.
@@ -179,7 +188,7 @@ def prompt_row(example: Any, template: PromptTemplate, tokenizer: Any, index: in
     row = template.row(example, index)
     first_text, first_field = template.parts[0]
     begins_with_chat = not first_text and first_field is not None and is_conversation(row[first_field])
-    options = _chat_options(example)
+    options = _chat_options(example, index) if any(map(is_conversation, row.values())) else {}
     for field, value in row.items():
         if not isinstance(value, str):
             chat = tokenizer.apply_chat_template(list(value), tokenize=False, **options)
@@ -188,14 +197,17 @@ def prompt_row(example: Any, template: PromptTemplate, tokenizer: Any, index: in
     return row, not begins_with_chat
 
 
-def _chat_options(example: Any) -> dict[str, Any]:
+def _chat_options(example: Any, index: int) -> dict[str, Any]:
     if not isinstance(example, Mapping):
         return {}
     tools = example.get("tools") or None
-    return {
-        "tools": json.loads(tools) if isinstance(tools, str) else tools,
-        **(example.get("chat_template_kwargs") or {}),
-    }
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise TemplateError(
+            f"row {index}: beside a conversation, tools must be a list or its JSON, got {tools!r}. Correct or rename it."
+        ) from error
+    return {"tools": tools, **(example.get("chat_template_kwargs") or {})}
 
 
 def tokenize(prompt: str, tokenizer: Any, add_special_tokens: bool = True) -> list[int]:

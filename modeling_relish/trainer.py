@@ -89,15 +89,13 @@ class RelishTrainer(HubTrainer):
             raise ValueError(f"RelishTrainer takes RelishTrainingArguments, got {type(args).__name__}.")
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator,union-attr]
         self.relish = relish_model(inner, args, number_grid, processing_class, prompt_template)
-        if peft_config is not None:
-            if not args.freeze_backbone:
-                raise ValueError(
-                    "freeze_backbone=False trains every weight, peft_config an adapter: choose one of them."
-                )
-            model = wrap_model(model, peft_config)
-        check_adapted(model, self.relish)
-        if self.relish.config.backbone_layer == AUTO_LAYER:
+        if peft_config is not None and not args.freeze_backbone:
+            raise ValueError("freeze_backbone=False trains every weight, peft_config an adapter: choose one of them.")
+        if self.relish.config.backbone_layer == AUTO_LAYER:  # before an adapter is on: the search freezes the backbone
             self._choose_layer(args, train_dataset, eval_dataset, processing_class)
+        if peft_config is not None:
+            model = wrap_model(model, peft_config)
+        check_adapted(model, self.relish, trains=train_dataset is not None)
         self._own_collator = data_collator is None or isinstance(data_collator, RelishCollator)
         self._weight_scale = 1.0
         self._prepared: dict[int, tuple[Any, Any]] = {}  # id -> (the data set itself, kept alive; what it became)
@@ -236,8 +234,8 @@ class RelishTrainer(HubTrainer):
             self._weight_scale = 1.0 / mean
         if not columns:
             return
-        labels = label_values(dataset, columns, "train", self.relish.config.num_labels or 1)
-        config = self.relish.config
+        config, named = self.relish.config, self.args.label_columns
+        labels = label_values(dataset, columns, "train", config, named)
         if config.label_mean is None and self.args.standardize_labels:
             std = labels.std(axis=0)
             if (std == 0).any():
@@ -246,8 +244,9 @@ class RelishTrainer(HubTrainer):
             config.label_std = np.where(std > 0, std, 1.0).tolist()
         if config.label_min is None and (labels.max(axis=0) > labels.min(axis=0)).all():
             config.label_min, config.label_max = labels.min(axis=0).tolist(), labels.max(axis=0).tolist()
-        if self.args.label_columns and len(self.args.label_columns) == config.num_labels:
-            config.id2label = dict(enumerate(self.args.label_columns))
+        if named and len(named) == config.num_labels:
+            if set(named) != set(config.target_names):  # else the targets keep the order that the head has
+                config.id2label = dict(enumerate(named))
             config.label2id = {name: i for i, name in config.id2label.items()}
 
     # ------------------------------------------------------------------ data sets
@@ -279,9 +278,8 @@ class RelishTrainer(HubTrainer):
         columns: dict[str, np.ndarray] = {}
         label_columns = find_label_columns(dataset, name, self.args.label_columns, required=is_train)
         if label_columns:
-            columns["labels"] = label_values(dataset, label_columns, name, self.relish.config.num_labels or 1).astype(
-                np.float32
-            )
+            labels = label_values(dataset, label_columns, name, self.relish.config, self.args.label_columns)
+            columns["labels"] = labels.astype(np.float32)
         weight_column = find_weight_column(dataset, name, self.args.weight_column, required=is_train)
         weights = column_values(dataset, weight_column)
         if weights is not None:

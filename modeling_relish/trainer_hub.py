@@ -12,7 +12,15 @@ from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME, HubS
 from transformers.utils import logging
 
 from .configuration_relish import RelishConfig
-from .hub_relish import CARD_NAME, HubMixin, check_base_for_others, is_own_card, remote_card, write_card
+from .hub_relish import (
+    CARD_NAME,
+    HubMixin,
+    check_base_for_others,
+    check_no_adapter_there,
+    is_own_card,
+    remote_card,
+    write_card,
+)
 from .model_card import model_card, note_evaluation
 
 logger = logging.get_logger(__name__)
@@ -78,6 +86,8 @@ class HubTrainer(Trainer):
             head_only = self.args.freeze_backbone and self.relish.backbone_is_untouched()
             check_base_for_others(self.relish.config, head_only=head_only)
         super().init_hf_repo(token, private)
+        if not self._is_adapted() and self.hub_model_id is not None:
+            check_no_adapter_there(self.hub_model_id, token or self.args.hub_token, self.args.hub_revision)
 
     def create_model_card(self, **kwargs: Any) -> None:  # type: ignore[override]
         """Write the card of the output folder, unless a user wrote or edited it; arguments as in Trainer.

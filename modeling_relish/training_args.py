@@ -35,7 +35,10 @@ class RelishTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Columns that hold the targets; None takes labels, label or score."}
     )
     weight_column: str | None = field(
-        default=None, metadata={"help": "Column with a weight >= 0 per row; scaled to mean 1 over the training rows."}
+        default=None,
+        metadata={
+            "help": "Column with a weight >= 0 per row, scaled to mean 1 over the training rows; None takes sample_weight."
+        },
     )
     dataset_name: str | None = field(
         default=None, metadata={"help": "Name of the training data for the model card: a Hub id, or any name."}

@@ -7,9 +7,13 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
+from transformers.utils import logging
 
+from .configuration_relish import RelishConfig
 from .data import TableError, check_label
-from .text_relish import PromptTemplate, encode_rows
+from .text_relish import CHAT_OPTIONS, PromptTemplate, encode_rows
+
+logger = logging.get_logger(__name__)
 
 LABEL_NAMES = ("labels", "label", "score")
 
@@ -29,13 +33,18 @@ class TokenDataset(Dataset):
 
 
 def find_label_columns(dataset: Any, name: str, wanted: list[str] | None, *, required: bool) -> list[str]:
-    """Return the columns that hold the targets: those named, else the first of the usual names."""
+    """Return the columns that hold the targets: those named, else the first of the usual names.
+
+    `load_split` puts the named columns' values into lists under `labels`, and these are found in their place.
+    """
     present = column_names(dataset)
-    if "labels" in present and (wanted is None or not set(wanted) <= set(present)):
-        return ["labels"]
     if wanted is not None:
         if missing := [c for c in wanted if c not in present]:
-            raise TableError(f"the {name} data has no label column {missing}; its columns are {present}.")
+            if "labels" in present and _holds_lists(dataset, "labels", len(wanted)):
+                return ["labels"]
+            raise TableError(
+                f"the {name} data has no label column {missing}; its columns are {present}. Name one of them in label_columns."
+            )
         return list(wanted)
     found = [c for c in LABEL_NAMES if c in present][:1]
     if required and not found:
@@ -46,8 +55,17 @@ def find_label_columns(dataset: Any, name: str, wanted: list[str] | None, *, req
     return found
 
 
-def label_values(dataset: Any, columns: list[str], name: str, num_labels: int) -> np.ndarray:
-    """Return (N, K) checked float64 labels."""
+def _holds_lists(dataset: Any, column: str, length: int) -> bool:
+    first: Any = dataset[0][column] if len(dataset) else None
+    is_list = isinstance(first, (list, tuple)) or getattr(first, "ndim", 0) == 1
+    return is_list and len(first) == length
+
+
+def label_values(
+    dataset: Any, columns: list[str], name: str, config: RelishConfig, named: Sequence[str] | None
+) -> np.ndarray:
+    """Return (N, K) checked float64 labels in the order of the model's targets; `named` is `label_columns`."""
+    num_labels = config.num_labels or 1
     values = [column_values(dataset, c) for c in columns]
     rows = [_flat(row) for row in zip(*values, strict=True)]
     for number, row in enumerate(rows):
@@ -57,17 +75,44 @@ def label_values(dataset: Any, columns: list[str], name: str, num_labels: int) -
                 f"num_labels={num_labels}."
             )
     where = ", ".join(columns)
-    return np.array(
+    labels = np.array(
         [[check_label(v, where=f"{name} data", column=where, row=i + 1) for v in r] for i, r in enumerate(rows)]
     )
+    return order_targets(labels.reshape(len(rows), num_labels), named, config)
+
+
+def order_targets(labels: np.ndarray, columns: Sequence[str] | None, config: RelishConfig) -> np.ndarray:
+    """Bring labels into the order of the model's targets.
+
+    Args:
+        labels: (N, K), in the order of `columns`.
+        columns: Names of the K columns. Where they are the names of the model's targets, each goes to its target; others are
+            taken in their own order, with a warning where the model's targets have names.
+        config: The model's.
+    """
+    targets = config.target_names
+    if columns is None or len(columns) < 2 or len(columns) != len(targets) or list(columns) == targets:
+        return labels
+    if set(columns) == set(targets):
+        return labels[:, [columns.index(target) for target in targets]]
+    if targets != [f"LABEL_{i}" for i in range(len(targets))]:  # which transformers calls targets without a name
+        pairs = ", ".join(f"{column!r} for {target!r}" for column, target in zip(columns, targets, strict=True))
+        logger.warning(
+            f"the label columns {list(columns)} are not the model's targets {targets}; they are taken in this order: {pairs}. "
+            "Rename the columns if that is not what they hold."
+        )
+    return labels
 
 
 def find_weight_column(dataset: Any, name: str, wanted: str | None, *, required: bool) -> str | None:
-    """Return the column with the rows' weights, if there is one."""
+    """Return the column with the rows' weights, if there is one: the one named, else `sample_weight`."""
     present = column_names(dataset)
-    if required and wanted is not None and wanted not in present and "sample_weight" not in present:
-        raise TableError(f"the {name} data has no weight column {wanted!r}; its columns are {present}.")
-    return next((c for c in (wanted, "sample_weight") if c in present), None)
+    if required and wanted is not None and wanted not in present:
+        raise TableError(
+            f"the {name} data has no weight column {wanted!r}; its columns are {present}. Name one of them in weight_column."
+        )
+    column = "sample_weight" if wanted is None else wanted
+    return column if column in present else None
 
 
 def token_ids(dataset: Any, name: str, config: Any, tokenizer: Any) -> list[list[int]]:
@@ -91,7 +136,7 @@ def token_ids(dataset: Any, name: str, config: Any, tokenizer: Any) -> list[list
         )
     if tokenizer is None:
         raise ValueError("text columns need processing_class=tokenizer.")
-    rows = ({f: row[f] for f in template.fields} for row in dataset)
+    rows = ({name: row[name] for name in (*template.fields, *CHAT_OPTIONS) if name in row} for row in dataset)
     return list(encode_rows(rows, template, tokenizer, config.max_length, config.truncation))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,10 +19,17 @@ from .base_model_relish import reading
 @torch.no_grad()
 def weights_digest(backbone: nn.Module) -> str:
     """Digest every byte of a backbone's weights and their names; a second or so per GB."""
+    return tensors_digest(backbone.state_dict().items())
+
+
+@torch.no_grad()
+def tensors_digest(tensors: Iterable[tuple[str, Any]]) -> str:
+    """Digest every byte of named tensors, in the order of their names."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(backbone.state_dict().items()):
+    for name, tensor in sorted(tensors):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+        values: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        digest.update(values)
     return digest.hexdigest()
 
 
@@ -107,6 +114,12 @@ def _base_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
         elif name.startswith(f"{owner}.base_layer."):
             yield f"{owner}.{name.removeprefix(f'{owner}.base_layer.')}", parameter
+
+
+def adapter_parameters(backbone: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that an adapter has put into a backbone, by their names there."""
+    base = {id(parameter) for _, parameter in _base_parameters(backbone)}
+    return {name: parameter for name, parameter in backbone.named_parameters() if id(parameter) not in base}
 
 
 def fingerprints_differ(one: str | None, other: str | None) -> bool:

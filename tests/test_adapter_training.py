@@ -127,6 +127,11 @@ def test_loaded_adapter_is_trained_on_as_a_peft_model(make, base, tmp_path):
     model = RelishForSequenceRegression.from_pretrained(tmp_path / "first")
     with pytest.raises(AdapterError, match="is_trainable=True"):
         make(model)
+    frozen = PeftModel.from_pretrained(model, tmp_path / "first")
+    for head_is_trained in (False, True):
+        frozen.get_base_model().score.requires_grad_(head_is_trained)
+        with pytest.raises(AdapterError, match="no weight of the adapter"):
+            make(frozen)
     second = make(PeftModel.from_pretrained(model, tmp_path / "first", is_trainable=True), learning_rate=1e-2)
     before = trainable(second.model)
     assert before.keys() == trainable(first.model).keys()
@@ -245,6 +250,8 @@ def test_command_line_trains_lora_and_predicts_with_it(base, tmp_path):
     model = RelishForSequenceRegression.from_pretrained(tmp_path / "out")
     expected = model.predict([row["text"] for row in scored]).tolist()
     assert [row["prediction"] for row in scored] == pytest.approx(expected, rel=1e-5)
+    run(*common, "--output", tmp_path / "out", "--overwrite")  # without LoRA: nothing of the old model is left
+    assert not RelishForSequenceRegression.from_pretrained(tmp_path / "out").has_adapter
     with pytest.raises(ValueError, match="choose one"):
         run(*common, "--output", tmp_path / "both", "--lora", "--train-backbone")
     with pytest.raises(AdapterError, match="at least 1"):

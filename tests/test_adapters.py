@@ -12,7 +12,7 @@ from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, 
 from safetensors.torch import load_file, save_file
 from tiny import TEXTS, TOKENIZERS, save_backbone, tiny_backbone
 from training import SCALE, tiny_model
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from modeling_relish import RelishForSequenceRegression
 from modeling_relish.adapter_relish import AdapterError
@@ -224,6 +224,29 @@ def test_unmerged_adapter_is_never_taken_for_a_whole_checkpoint(base, tmp_path):
     unloaded = PeftModel.from_pretrained(model, _saved(model, tmp_path / "out")).unload()
     unloaded.save_pretrained(tmp_path / "head")  # the trained head on the base model itself
     assert all(key.startswith("score.") for key in load_file(tmp_path / "head" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("save_backbone", [None, True])
+def test_model_saved_where_an_adapter_lies_is_the_one_that_comes_back(save_backbone, base, tmp_path, monkeypatch):
+    first = adapted(base)
+    first.get_base_model().save_pretrained(tmp_path / "out")
+    plain = tiny_model(base, seed=1, backbone_layer=2, prompt_template=TEMPLATE, **SCALE).eval()
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "save_pretrained", _full_disk)
+        with pytest.raises(OSError, match="no space"):
+            plain.save_pretrained(tmp_path / "out", save_backbone=save_backbone)
+    plain.save_pretrained(tmp_path / "out", is_main_process=False, save_backbone=save_backbone)
+    assert scores(RelishForSequenceRegression.from_pretrained(tmp_path / "out")) == scores(first)
+    plain.save_pretrained(tmp_path / "out", save_backbone=save_backbone)
+    assert not list((tmp_path / "out").glob("adapter_[cm]*"))
+    for auto in (RelishForSequenceRegression, AutoModelForSequenceClassification):
+        assert scores(auto.from_pretrained(tmp_path / "out")) == scores(plain)
+    first.get_base_model().save_pretrained(tmp_path / "out")  # and the other way round
+    assert scores(RelishForSequenceRegression.from_pretrained(tmp_path / "out")) == scores(first)
+
+
+def _full_disk(*_, **__):
+    raise OSError("no space left on device")
 
 
 def _saved(model, folder):

@@ -64,6 +64,14 @@ def test_a_row_of_a_table_is_explained(trained, table):
         assert f"{prediction:.4g}" in run(trained, "--data", table, "--row", row)
 
 
+def test_a_row_of_a_split_is_explained(trained, table, tmp_path):
+    (tmp_path / "data").mkdir()
+    for name, text in (("train", "Never this."), ("test", "A test.")):
+        (tmp_path / "data" / f"{name}.csv").write_text(f"one,two\n{text},{text}\n", encoding="utf-8")
+    prediction = RelishForSequenceRegression.from_pretrained(trained).predict([("A test.", "A test.")])[0]
+    assert f"{prediction:.4g}" in run(trained, "--data", tmp_path / "data", "--split", "test")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -11,8 +11,9 @@ from tiny import BACKBONES, SCORES, TEXTS, TOKENIZERS
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from modeling_relish import RelishForSequenceRegression, RelishTrainingArguments, cli, cli_numbers, cli_train
-from modeling_relish.cli_numbers import parse_grid
+from modeling_relish import RelishForSequenceRegression, RelishTrainingArguments, cli, cli_numbers, cli_score, cli_train
+from modeling_relish.cli_numbers import Method, load_scorer, parse_grid
+from modeling_relish.cli_shared import load_model
 from modeling_relish.decoding import decode_numbers
 from modeling_relish.number_grid_relish import NumberGrid, NumberGridError
 
@@ -121,6 +122,43 @@ def test_a_language_model_untrained_is_asked_three_ways(language_model, table, t
     again = [*asked, tmp_path / "b.csv", "--method", "rail-sample", "--samples", 3]
     run(*again)
     assert (column(tmp_path / "a.csv") == column(tmp_path / "b.csv")).all()
+
+
+def test_answers_that_are_no_number_are_counted_over_all_parts(language_model, table, tmp_path, monkeypatch):
+    asked = [
+        "predict",
+        language_model,
+        table,
+        "--template",
+        TYPED,
+        "--method",
+        "rail-sample",
+        "--samples",
+        3,
+        "--output",
+    ]
+    monkeypatch.setattr(cli_score, "CHUNK_ROWS", 8)
+    (expected,) = (line for line in run(*asked, tmp_path / "alone.csv").splitlines() if "no number" in line)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, said_by in (("1", False), ("0", True)):  # the second process scores its parts, then the first
+        monkeypatch.setenv("RANK", rank)
+        assert (expected in run(*asked, tmp_path / "shared.csv").splitlines()) is said_by
+    assert expected.endswith("of 120 answers were no number and counted as 0.0")
+
+
+@pytest.mark.parametrize("method", [Method.rail, Method.decode, Method.rail_sample, Method.model])
+def test_every_method_runs_on_the_gpu_of_its_process(method, language_model, tmp_path, monkeypatch):
+    name, template, grid = str(language_model), TYPED, "0:5"
+    if method is Method.model:
+        RelishForSequenceRegression.from_backbone(name, prompt_template=TEMPLATE).save_pretrained(tmp_path)
+        name, template, grid = str(tmp_path), None, None
+    moved = []
+    monkeypatch.setattr(RelishForSequenceRegression, "to", lambda model, device: moved.append(device) or model)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for there_is_one, expected in ((False, []), (True, ["cuda:1"])):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=there_is_one: found)
+        load_scorer(load_model, name, method, template, grid, 2, 0)
+        assert moved == expected
 
 
 def test_raft_with_lora_from_table_to_scores(language_model, table, tmp_path):

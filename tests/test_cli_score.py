@@ -2,8 +2,9 @@
 
 import shutil
 
+import numpy as np
 import pytest
-from command_line import load, rows, run, score, tree
+from command_line import load, options, read_json, rows, run, score, tree
 from table_files import save
 
 from modeling_relish import (
@@ -31,6 +32,19 @@ def test_predict_keeps_rows_columns_and_order_in_every_format(read, write, train
     )
     assert [{k: str(v) for k, v in row.items()} for row in found] == [{k: str(v) for k, v in r.items()} for r in kept]
     assert set(tree(tmp_path)) == {f"data.{read}", f"new/scored.{write}"}
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_predict_takes_one_split_of_a_folder(ending, trained, tmp_path, fails):
+    for name, n, start in (("train", 9, 0), ("dev", 4, 9), ("test", 5, 13)):
+        save(tmp_path / "data" / f"{name}.{ending}", rows(n, start))
+    for split, n, start in (("test", 5, 13), ("validation", 4, 9)):
+        run("predict", trained, tmp_path / "data", "--split", split, "--output", tmp_path / "scored.jsonl")
+        found = load(tmp_path / "scored.jsonl")
+        assert [row["id"] for row in found] == [f"r{i}" for i in range(start, start + n)]
+        expected = score(trained, [row["text"] for row in rows(n, start)])
+        assert [row["prediction"] for row in found] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert "name one" in fails("predict", trained, tmp_path / "data", "--output", tmp_path / "none.csv")
 
 
 def test_predict_may_take_the_place_of_its_own_table(trained, tmp_path, monkeypatch):
@@ -92,6 +106,20 @@ def test_predict_says_what_is_not_there(trained, tmp_path, fails):
     ):
         assert word in fails("predict", model, table, "--output", tmp_path / output)
         assert tree(tmp_path) == before
+
+
+def test_evaluate_pairs_several_labels_with_the_targets_by_name(base, tmp_path):
+    data = save(tmp_path / "data.csv", [{**row, "other": 50 - 3 * row["score"] ** 2} for row in rows(30)])
+    table, out = load(data), tmp_path / "out"
+    run("train", data, "--label", "score", "--label", "other", *options(base, out))
+    predicted = score(out, [row["text"] for row in table])
+    for order in (("score", "other"), ("other", "score")):
+        labels = [word for name in order for word in ("--label", name)]
+        run("evaluate", out, data, *labels, "--output", tmp_path / "m.json")
+        found = read_json(tmp_path / "m.json")
+        for k, name in enumerate(("score", "other")):  # as the model was trained
+            error = predicted[:, k] - np.array([float(row[name]) for row in table])
+            assert found[f"mae_{k}"] == pytest.approx(np.abs(error).mean(), rel=1e-4)
 
 
 def test_evaluate_says_what_is_wrong(trained, tmp_path, fails):

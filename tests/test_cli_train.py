@@ -264,11 +264,47 @@ def test_resumed_run_is_the_uninterrupted_one(base, tmp_path, interrupted, fails
     command = ["train", data, "--label", "score", *options(base, cut, epochs=3)]
     assert "the power went out" in interrupted(lambda: fails(*command))
     assert not MODEL_FILES & {path.name for path in cut.iterdir()}
-    assert [path.name for path in (cut / "checkpoints").iterdir()] == ["checkpoint-2"]
+    assert {path.name for path in (cut / "checkpoints").iterdir()} == {"checkpoint-2", "run.json"}
     run(*command, "--resume")
     assert same(weights(whole), weights(cut))
     assert read_json(whole / "metrics.json") == read_json(cut / "metrics.json")
     assert tree(whole).keys() == tree(cut).keys()
+
+
+def test_run_is_resumed_with_the_data_and_settings_that_it_began_with_alone(base, tmp_path, interrupted, fails):
+    table = [{**row, "other": -row["score"]} for row in rows(40)]
+    data, out, whole = save(tmp_path / "data.csv", table), tmp_path / "out", tmp_path / "whole"
+    given = options(base, out, epochs=2)
+    interrupted(lambda: fails("train", data, "--label", "score", *given))
+    before = tree(out)
+    for label, more, word in (
+        ("score", ["--template", "{text}"], "template (then 'Text: {text}\\nScore:', now '{text}')"),
+        ("other", [], "label (then ['score'], now ['other'])"),
+        ("score", ["--seed", "1"], "seed (then 0, now 1)"),
+        ("score", ["--objective", "mse"], "objective (then 'huber', now 'mse')"),
+        ("score", ["--backbone-layer", "3"], "backbone_layer (then 'middle', now '3')"),
+        ("score", ["--backbone", f"{base}/"], f"now '{base}/'"),
+        ("score", ["--set", "num_latents=2"], "now {'num_latents': 2}"),
+    ):
+        line = fails("train", data, "--label", label, *given, *more, "--resume")
+        assert [part for part in (word, str(out), "--overwrite") if part not in line] == []
+        assert ("rows of" in line) == (word.startswith(("label", "seed")))  # a seed deals other rows
+    # One label is another: the splits stay, and one of them has another row.
+    corrected = [{**row, "score": 1.25} if i == 7 else row for i, row in enumerate(table)]
+    line = fails("train", save(tmp_path / "new.csv", corrected), "--label", "score", *given, "--resume")
+    assert line.count("rows of ") == 1
+    assert "(then" not in line
+    save(data, [*table, *({**row, "other": 0} for row in rows(20, 40))])
+    line = fails("train", data, "--label", "score", *given, "--resume")
+    assert [name for name in ("train", "validation", "test") if f"rows of {name}" not in line] == []
+    assert tree(out) == before
+
+    (out / "checkpoints" / "run.json").unlink()  # as an earlier version left them
+    assert "run.json" in fails("train", save(data, table), "--label", "score", *given, "--resume")
+    interrupted(lambda: fails("train", data, "--label", "score", *given, "--overwrite"))
+    run("train", data, "--label", "score", *given, "--resume")
+    run("train", data, "--label", "score", *options(base, whole, epochs=2))
+    assert same(weights(whole), weights(out))
 
 
 def test_resume_without_a_checkpoint_says_so(base, tmp_path, fails):

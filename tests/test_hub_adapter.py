@@ -63,3 +63,63 @@ def test_adapter_pushed_and_brought_back_with_the_same_scores(tmp_path):
         assert found == [expected, expected]
         # transformers follows the adapter to the language model it names, and finds no place there for RELISH's.
         assert "No modules were targeted" in refused
+
+
+PLAIN = """
+import json, sys
+from datasets import Dataset
+from huggingface_hub import HfApi
+from modeling_relish import RelishForSequenceRegression, RelishTrainer, RelishTrainingArguments
+from modeling_relish.cli_hub import push
+from tiny import SCORES, TEXTS, digit_bpe_tokenizer
+from pathlib import Path
+
+def by_trainer():
+    args = RelishTrainingArguments(
+        "trained", report_to="none", use_cpu=True, push_to_hub=True, hub_model_id="user/used", features_dir="features"
+    )
+    rows = Dataset.from_dict({"text": TEXTS, "label": SCORES})
+    RelishTrainer(model, args, train_dataset=rows, processing_class=digit_bpe_tokenizer())
+
+model = RelishForSequenceRegression.from_backbone("user/base", prompt_template="Rate {text} now:")
+model.save_pretrained("saved")
+pushes = [
+    lambda: model.push_to_hub("user/used"),
+    lambda: model.push_to_hub("user/used", revision="new"),
+    lambda: model.save_pretrained("saved", push_to_hub=True, repo_id="user/used"),
+    lambda: push(Path("saved"), "user/used"),
+    lambda: push(Path("saved"), "user/used", revision="new"),
+    by_trainer,
+]
+refused = []
+for attempt in pushes:
+    try:
+        attempt()
+        refused.append("")
+    except ValueError as error:
+        refused.append(str(error))
+files = HfApi().list_repo_files("user/used")
+HfApi().delete_files("user/used", ["adapter_config.json", "adapter_model.safetensors"])
+for attempt in pushes:
+    attempt()
+print()
+print(json.dumps([refused, files]))
+"""
+
+
+def test_model_without_an_adapter_is_not_pushed_where_one_lies(tmp_path):
+    folder = save_backbone("llama", tmp_path / "base", tokenizer=digit_bpe_tokenizer())
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "adapter_config.json").write_text("{}")
+    (used / "adapter_model.safetensors").write_bytes(b"weights")
+    with LocalHub() as hub:
+        hub.put("user/base", folder)
+        hub.put("user/used", used)
+        refused, files = run_client(PLAIN, hub, tmp_path / "home")
+        assert files == ["adapter_config.json", "adapter_model.safetensors"]
+        for message in refused:
+            assert "delete_files('user/used', ['adapter_config.json', 'adapter_model.safetensors'])" in message
+        for branch in ("main", "new"):
+            assert "model.safetensors" in hub.files("user/used", branch)
+            assert "adapter_config.json" not in hub.files("user/used", branch)

@@ -5,13 +5,22 @@ import json
 import sys
 
 import pytest
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
-from tiny import TEXTS, save_backbone
+from tiny import BACKBONES, TEXTS, save_backbone
 from training import ROWS, TOKENIZER, make_trainer, tiny_model
+from transformers import AutoModelForCausalLM
 
 from modeling_relish import RelishForSequenceRegression
 from modeling_relish.configuration_relish import AUTO_MAP, RelishConfig
 from modeling_relish.hub_relish import HubError, check_base_for_others, is_own_card, sign_card
+from modeling_relish.metrics import make_compute_metrics
+
+# PEFT 0.21 asks for an attribute that transformers 5.24 has renamed; a second wrapping is what reloading as PeftModel is.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute"),
+]
 
 
 @pytest.fixture
@@ -134,6 +143,48 @@ def test_last_epochs_figures_are_not_given_to_the_best_epochs_weights(tmp_path):
     measured = trainer.model.config.evaluation["results"]["validation"]["mae"]
     assert measured == pytest.approx(min(rounds))
     assert measured == pytest.approx(trainer.evaluate()["eval_mae"], abs=1e-6)
+
+
+def test_figures_of_an_adapter_belong_to_its_weights(tmp_path):
+    def evaluation(folder):
+        return json.loads((tmp_path / folder / "config.json").read_text()).get("evaluation")
+
+    base = str(save_backbone("llama", tmp_path / "base"))
+    first = make_trainer(tmp_path, tiny_model(base), eval_dataset=ROWS, learning_rate=1e-2, peft_config=LoraConfig(r=2))
+    first.train()
+    measured = first.evaluate()
+    first.save_model(str(tmp_path / "saved"))
+    assert evaluation("saved")["results"]["validation"]["pearson"] == pytest.approx(measured["eval_pearson"])
+    loaded = RelishForSequenceRegression.from_pretrained(tmp_path / "saved")
+    loaded.save_pretrained(tmp_path / "same")
+    assert evaluation("same") == evaluation("saved")
+    trained_on = PeftModel.from_pretrained(loaded, tmp_path / "saved", is_trainable=True)
+    second = make_trainer(tmp_path, trained_on, learning_rate=1e-2)
+    second.train()  # no evaluation: nothing is known of these weights
+    second.save_model(str(tmp_path / "by trainer"))
+    assert not evaluation("by trainer")
+    loaded.config.evaluation = evaluation("saved")
+    loaded.save_pretrained(tmp_path / "by model")
+    assert not evaluation("by model")
+    assert "None were measured" in (tmp_path / "by model" / "README.md").read_text()
+
+
+def test_figures_of_a_head_without_weights_are_those_of_the_best_epochs_adapter(tmp_path):
+    AutoModelForCausalLM.from_config(BACKBONES["llama"]()).save_pretrained(tmp_path / "base")
+    TOKENIZER.save_pretrained(tmp_path / "base")
+    grid = {"head_type": "number_grid", "number_grid": [0, 1, 2, 3], "prompt_template": "Text: {text}\nScore:"}
+    model = RelishForSequenceRegression.from_backbone(str(tmp_path / "base"), **grid)
+    first_is_best = iter([1.0, 0.0, 0.0])
+    trainer = make_trainer(
+        tmp_path, model, eval_dataset=ROWS, num_train_epochs=3, learning_rate=1e-2, objective="raft", eval_strategy="epoch",
+        save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="best", greater_is_better=True,
+        peft_config=LoraConfig(r=2, target_modules=["up_proj"]),
+        compute_metrics=lambda found: {**make_compute_metrics()(found), "best": next(first_is_best)},
+    )  # fmt: skip
+    trainer.train()
+    rounds = [entry["eval_mae"] for entry in trainer.state.log_history if "eval_mae" in entry]
+    assert len(set(rounds)) == 3
+    assert model.config.evaluation["results"]["validation"]["mae"] == pytest.approx(rounds[0])
 
 
 # ---------------------------------------------------------------------- a base that others have

@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from tiny import SCORES, TEXTS, byte_bpe_tokenizer, random_batch, save_backbone, tiny_backbone
 from transformers import set_seed
 
 from modeling_relish import RelishConfig, RelishForSequenceRegression, RelishTrainer, RelishTrainingArguments
 from modeling_relish.configuration_checks_relish import RelishConfigError
 from modeling_relish.layer_search import best_layer, candidate_layers
+
+# PEFT 0.21 asks for an attribute that transformers 5.24 has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 TRAIN = Dataset.from_dict({"text": TEXTS[:16], "label": SCORES[:16]})
 VALIDATION = Dataset.from_dict({"text": TEXTS[16:], "label": SCORES[16:]})
@@ -54,6 +58,19 @@ def test_each_layers_score_is_that_of_a_model_cut_there_and_texts_run_once(tmp_p
         trainer.train()
         own = [entry["eval_pearson"] for entry in trainer.state.log_history if "eval_pearson" in entry]
         assert score == pytest.approx(max(own), abs=1e-4)
+
+
+def test_a_sample_of_a_plain_list_of_rows_gives_the_scores_of_a_data_set(tmp_path):
+    folder = save_backbone("llama", tmp_path / "base", tokenizer=byte_bpe_tokenizer())
+    found = [
+        RelishTrainer.search_layer(
+            whole(folder), train, validation, byte_bpe_tokenizer(), layers=[2], sample_rows=12, validation_rows=6, epochs=1,
+            args=arguments(tmp_path),
+        )
+        for train, validation in ((TRAIN, VALIDATION), (TRAIN.to_list(), VALIDATION.to_list()))
+    ]  # fmt: skip
+    assert found[0] == found[1]
+    assert np.isfinite(found[0][2])
 
 
 def test_training_after_the_search_finds_the_states_in_the_cache(tmp_path):
@@ -172,3 +189,30 @@ def test_auto_layer_without_rows_to_choose_it_on_is_told(tmp_path):
         RelishTrainer(
             whole(folder, backbone_layer="auto"), args, train_dataset=TRAIN, processing_class=byte_bpe_tokenizer()
         )
+
+
+def test_auto_layer_is_chosen_before_lora_is_put_on_and_trained(tmp_path):
+    folder = save_backbone("llama", tmp_path / "base", tokenizer=byte_bpe_tokenizer())
+    rows = {"train_dataset": TRAIN, "eval_dataset": VALIDATION, "processing_class": byte_bpe_tokenizer()}
+    lora = LoraConfig(target_modules=["up_proj"], r=2)
+    model = whole(folder, backbone_layer="auto")
+    trainer = RelishTrainer(model, arguments(tmp_path, use_cpu=True, max_steps=3), peft_config=lora, **rows)
+    chosen = best_layer({int(layer): score for layer, score in model.config.layer_search.items()})
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    in_lora = {name for name in before if ".lora_" in name}
+    assert len(in_lora) == 2 * chosen  # lora_A and lora_B of every layer that is left
+    assert any(".score." in name for name in before)
+    trainer.train()
+    after = dict(trainer.model.named_parameters())
+    assert not [name for name in in_lora if torch.equal(after[name], before[name])]
+
+
+@pytest.mark.parametrize("more", [{}, {"peft_config": LoraConfig(r=2)}])
+def test_layer_of_a_model_with_an_adapter_is_not_searched(more, tmp_path):
+    folder = save_backbone("llama", tmp_path / "base", tokenizer=byte_bpe_tokenizer())
+    lora = LoraConfig(task_type="SEQ_CLS", target_modules=["up_proj"], r=2)
+    wrapped = get_peft_model(whole(folder, backbone_layer="auto"), lora)
+    rows = {"train_dataset": TRAIN, "eval_dataset": VALIDATION, "processing_class": byte_bpe_tokenizer()}
+    with pytest.raises(ValueError, match="Choose the layer first"):
+        RelishTrainer(wrapped, arguments(tmp_path, use_cpu=True), **rows, **more)
+    assert all(p.requires_grad for name, p in wrapped.named_parameters() if ".lora_" in name)

@@ -113,6 +113,17 @@ def test_nothing_is_unpickled_and_no_path_of_a_machine_is_written_down():
             assert [needle for needle in needles if needle in text] == [], name
 
 
+def test_names_of_the_package_in_the_readmes_sentences_can_be_reached():
+    imports = re.findall(r"`(from modeling_relish[.\w]* import [^`]+)`", README)
+    called = re.findall(r"\bmodeling_relish(?:\.\w+)+(?=\()", README)
+    assert "reward_function" in " ".join([*imports, *called])
+    code = "\n".join(
+        ["import modeling_relish", *called, *imports]
+    )  # on its own: here the tests have imported everything
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RELISH_HOME", str(tmp_path / "home"))

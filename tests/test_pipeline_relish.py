@@ -78,6 +78,20 @@ def test_too_long_texts_follow_the_checkpoint(checkpoint):
         pipe(long, top_k=1)
 
 
+@pytest.mark.parametrize("task", ["text-regression", "text-classification"])
+def test_text_that_is_cut_is_told(task, checkpoint, caplog):
+    model, _ = checkpoint
+    model.config.max_length = 20
+    pipe = pipeline(task, model=model, tokenizer=digit_bpe_tokenizer())
+    hf_logging.enable_propagation()
+    with caplog.at_level(logging.WARNING):
+        pipe("good")
+        assert "max_length" not in caplog.text
+        pipe("good " * 100)
+    hf_logging.disable_propagation()
+    assert caplog.text.count("1 of 1 texts were longer than max_length=20 tokens") == 1
+
+
 def test_other_models_pipeline_is_as_it_was():
     config = BertConfig(
         vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=16, num_labels=2

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from test_accelerate import launch
-from tiny import SCORES, TEXTS, save_backbone
+from tiny import SCORES, TEXTS, byte_bpe_tokenizer, digit_bpe_tokenizer, save_backbone, sentencepiece_tokenizer
 from training import SCALE, tiny_model
+from transformers import AutoTokenizer, PythonBackend
 from typer.testing import CliRunner
 
 from modeling_relish import cli, cli_score
-from modeling_relish.score_parts import ScorePartError, ScoreParts
+from modeling_relish.score_parts import Part, ScorePartError, ScoreParts, tokenizer_digest
 
 ROWS = [{"id": i, "text": f"{TEXTS[i % 24]} {i}", "score": SCORES[i % 24]} for i in range(22)]
 
@@ -52,6 +53,13 @@ def small_parts(monkeypatch):
 
 def saved(base, folder, seed=0):
     tiny_model(base, seed=seed, prompt_template="Text: {text}\nScore:", **SCALE).save_pretrained(folder)
+    return folder
+
+
+def with_tokenizer(model, folder, tokenizer):
+    """Copy a model, and give it another tokenizer."""
+    shutil.copytree(model, folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -120,6 +128,7 @@ def test_killed_run_goes_on_where_it_stopped_and_nothing_foreign_is_mixed_in(bas
 
     for other_model, rows, *arguments in (
         (saved(base, tmp_path / "two", seed=1), ROWS),
+        (with_tokenizer(model, tmp_path / "three", digit_bpe_tokenizer()), ROWS),
         (model, [{**row, "text": f"{row['text']}0"} for row in ROWS]),
         (model, ROWS[1:]),
         (model, ROWS[4:]),
@@ -161,10 +170,39 @@ def test_bad_row_at_the_end_is_told_before_the_first_is_scored(model, tmp_path, 
     assert files(tmp_path) == ["rows.jsonl"]
 
 
+def test_tokenizers_that_differ_have_other_digests(tmp_path):
+    shorter, unlike = byte_bpe_tokenizer(), byte_bpe_tokenizer()
+    shorter.model_max_length = 7
+    unlike.bos_token = "a"
+    others = [byte_bpe_tokenizer(add_bos=True), shorter, unlike, digit_bpe_tokenizer(), sentencepiece_tokenizer()]
+    slow = [SlowTokenizer({"a": 0, "b": 1}), SlowTokenizer({"a": 1, "b": 0})]
+    digests = [tokenizer_digest(tokenizer) for tokenizer in (byte_bpe_tokenizer(), *others, *slow)]
+    assert len(set(digests)) == len(digests)
+    byte_bpe_tokenizer().save_pretrained(tmp_path)
+    assert tokenizer_digest(AutoTokenizer.from_pretrained(tmp_path)) == digests[0]
+    assert tokenizer_digest(SlowTokenizer({"b": 1, "a": 0})) == tokenizer_digest(slow[0])
+
+
+class SlowTokenizer(PythonBackend):
+    """A tokenizer in Python, whose vocabulary is its own."""
+
+    def __init__(self, words):
+        self.words = words
+        super().__init__()
+
+    @property
+    def vocab_size(self):
+        return len(self.words)
+
+    def get_vocab(self):
+        return self.words
+
+
 def test_table_that_changes_meanwhile_is_an_error(tmp_path):
     parts = ScoreParts(tmp_path / "out.csv", ["one"])
-    parts.write(0, "digest", torch.tensor([[1.5], [float("nan")]]).numpy())
-    assert parts.read(0, "digest")[0].tolist() == [1.5]
+    parts.write(0, "digest", Part(torch.tensor([[1.5], [float("nan")]]).numpy(), 1, 6))
+    found = parts.read(0, "digest")
+    assert (found.scores[0].tolist(), found.not_numbers, found.answers) == ([1.5], 1, 6)
     assert parts.read(1, "digest") is None
     with pytest.raises(ScorePartError, match="the table changed"):
         parts.read(0, "another")

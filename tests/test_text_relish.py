@@ -66,6 +66,15 @@ def test_rows_come_as_pairs_or_dicts(example, expected):
     assert PromptTemplate("{a} {b}").row(example) == expected
 
 
+def test_a_text_pair_without_a_place_in_the_template_is_refused():
+    template = PromptTemplate("{text}:")
+    with pytest.raises(TemplateError, match=r"row 4.*'text_pair'.*\['text'\]"):
+        template.row({"text": "x", "text_pair": "y"}, index=4)
+    assert template.row({"text": "x", "text_pair": None}) == {"text": "x"}
+    both = {"text": "x", "text_pair": "y"}
+    assert PromptTemplate("{text_pair} {text}").row(both) == both
+
+
 @pytest.mark.parametrize(
     "example", ["only one", ("x", "y", "z"), {"a": "x"}, {"a": "x", "b": None}, ("x", 3), None, 3.5]
 )
@@ -179,6 +188,15 @@ def test_tools_and_options_of_a_row_reach_the_chat_template(tools):
     assert encode([{**row, "tools": [], "chat_template_kwargs": None}], "{text}", CHATTY) == encode(
         [CHAT], "{text}", CHATTY
     )
+
+
+def test_tools_beside_plain_text_are_no_options_and_beside_a_conversation_must_be_json():
+    template = "{question} {tools}"
+    assert encode([{"question": "Which?", "tools": "hammer"}], template, CHATTY) == [
+        CHATTY("Which? hammer")["input_ids"]
+    ]
+    with pytest.raises(TemplateError, match="row 0.*tools.*'hammer'"):
+        encode([{"text": CHAT, "tools": "hammer"}], "{text}", CHATTY)
 
 
 def test_a_long_conversation_is_cut_and_stays_one():
