@@ -132,13 +132,13 @@ def test_as_many_settings_are_tried_for_every_trained_method_and_validation_choo
         assert chosen[0].validation["pearson"] == pytest.approx(best.validation["pearson"], nan_ok=True), method
 
 
-def test_the_layer_is_searched_once_and_named(everything):
+def test_the_layer_is_searched_once_for_each_head_and_named(everything):
     searched = [r for r in everything.runs if "layer search" in r.method]
-    layers = {r.settings["backbone_layer"] for r in searched}
-    assert len(layers) == 1
-    assert layers <= {2, None}
-    (kept,) = (everything.folder / "shared").glob("layers--*.json")
-    assert set(json.loads(kept.read_text())["found"]) == {"2", "4"}
+    layers = {r.method: r.settings["backbone_layer"] for r in searched}
+    assert len(searched) == len(layers) + 1  # RELISH's row under LoRA reads the layer of its frozen row
+    assert set(layers.values()) <= {2, None}
+    kept = [json.loads(path.read_text()) for path in (everything.folder / "shared").glob("layers--*.json")]
+    assert [set(search["found"]) for search in kept] == [{"2", "4"}] * 3
     assert all(any("layer" in note for note in r.notes) for r in searched)
 
 

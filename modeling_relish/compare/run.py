@@ -20,7 +20,7 @@ from .method import Options
 from .methods import find_methods
 from .plan import REGIMES, Chosen, Job, make_benches, make_jobs, read_settings, split_names
 from .report import write_report
-from .results import RunKey, RunResult, load_result, save_result
+from .results import ResultError, RunKey, RunResult, load_result, save_result
 from .tasks import CompareError, Task, load_task
 from .training import Outcome, PeakMemory
 
@@ -147,9 +147,13 @@ class _Work:
         """Run what is not done and fits."""
         self.jobs = jobs
         for job in jobs:  # what is done teaches how long the rest will take
-            with contextlib.suppress(Exception):  # told below, where the job's turn comes
+            try:
                 if done := self._done(job):
                     self.clock.learn(job, done)
+            except ResultError:
+                raise
+            except Exception:  # told below, where the job's turn comes
+                continue
         for number, job in enumerate(jobs, 1):
             place = f"[{number}/{len(jobs)}] {job.name}"
             try:

@@ -53,7 +53,7 @@ def test_padding_does_not_move_an_expected_number(language_model, tokenizer):
         language_model, head_type="number_grid", number_grid=[0, 1, 2, 3, 4, 5, 10], prompt_template=TEMPLATE,
         tokenizer=tokenizer,
     )  # fmt: skip
-    assert model.config.number_grid["terminator"] == "eos"
+    assert model.config.number_grid["terminator"] == "\n"
     rows = prompts(tokenizer, THREE)
     with torch.no_grad():
         alone = torch.cat([model(*padded([row])).logits for row in rows])
