@@ -152,7 +152,7 @@ class Table:
         own.tuned("stsb", SAID, "frozen")
 
     def grids(self):
-        """RAFT over other grids, over the first backbone, at the usual rate: at a higher one, seeds differ more than grids."""
+        """RAFT over other grids, over the first backbone, at the usual rate: at a higher one its seeds differ much."""
         own = replace(self, backbones=self.backbones[:1])
         for grid in GRIDS if self.rows is None else GRIDS[:2]:
             held = {

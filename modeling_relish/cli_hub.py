@@ -31,14 +31,14 @@ def push(
 
     if not folder.is_dir():
         raise HubError(f"{folder} is no folder; `relish push` takes a trained model's folder.")
-    text = None
-    if (folder / "adapter_config.json").is_file():
+    text, has_adapter = None, (folder / "adapter_config.json").is_file()
+    if has_adapter:
         _check_adapter(folder)
     else:
         text = _prepared_card(folder, repo, license)
     api = HfApi()
     repo_id = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
-    if text is not None:
+    if not has_adapter:
         check_no_adapter_there(repo_id, revision=revision)
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)

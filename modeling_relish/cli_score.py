@@ -15,13 +15,14 @@ from .cli_shared import (
     check_lengths,
     chunks,
     load_model,
+    rows_digest,
     say,
     score_rows,
     show_metrics,
     target_columns,
     write_json,
 )
-from .score_parts import Part, ScoreParts, model_digest, process_rank, rows_digest, tokenizer_digest
+from .score_parts import Part, ScoreParts, model_digest, process_rank, tokenizer_digest
 
 errors = Console(stderr=True)
 

@@ -18,6 +18,7 @@ from .cli_shared import (
     compute_dtype,
     default_template,
     find_layer,
+    rows_digest,
     say,
     show_metrics,
     strip_prefix,
@@ -25,7 +26,6 @@ from .cli_shared import (
 )
 from .configuration_checks_relish import GRID_OBJECTIVES
 from .configuration_relish import HEAD_SETTINGS
-from .score_parts import rows_digest
 
 RUN_FILE = "run.json"  # in the folder of checkpoints: the data and the settings that the run began with
 SETTINGS = (*HEAD_SETTINGS, "learn_values", "truncation")  # that --set changes; others have options, or are measured

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from .language_model_relish import no_tree_mask, unwrapped, whole_states_for_the_output
-from .number_grid_relish import number_strings
+from .number_grid_relish import decimal_step, decimals_of, number_strings
 from .packed_decoding import SharedPrefix
 from .text_relish import PromptTemplate, encode_rows, prompt_row, tokenize
 
@@ -146,8 +146,8 @@ def _examples_prefix(examples: Sequence[tuple[Any, float]], prompt_template: str
     if not examples:
         return []
     values = [float(label) for _, label in examples]
-    span = max(values) - min(values)
-    decimals = 2 if span == 0 else max(2, 1 - math.floor(math.log10(span / 2)))
+    low, high = min(values), max(values)
+    decimals = max(2, decimals_of(decimal_step(low, high))) if low < high else 2
     labels = number_strings([round(value, decimals) for value in values])
     separator = "" if prompt_template[-1].isspace() else " "
     shown, with_special_tokens = "", True

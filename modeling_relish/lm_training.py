@@ -14,7 +14,7 @@ from .configuration_relish import RelishConfig
 from .lm_heads_relish import NumberGridHead, NumberGridOutput, grid_output
 from .modeling_relish import RelishForSequenceRegression
 from .number_grid_relish import NumberGrid
-from .objectives_relish import own_number_loss
+from .objectives_relish import weighted_mean
 from .training_args import RelishTrainingArguments
 
 
@@ -73,8 +73,7 @@ class LanguageModelRegression:
             and self.config.objective == "cross_entropy"
             and not self.head.normalize
         ):
-            own = self.head.read_labels(model, ids, mask, labels)
-            return NumberGridOutput(loss=own_number_loss(own, weight))
+            return NumberGridOutput(loss=weighted_mean(-self.head.read_labels(model, ids, mask, labels), weight))
         log_probs = self.head.read(model, ids, mask)
         return grid_output(self.head, log_probs, self.config, labels, weight)
 

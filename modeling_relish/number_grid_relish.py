@@ -77,7 +77,7 @@ class NumberGrid:
             raise NumberGridError(
                 f"a grid runs upwards in steps above 0 between finite ends, got from {start} to {stop} by {step}."
             )
-        decimals = max(_decimals(start), _decimals(step))
+        decimals = max(decimals_of(start), decimals_of(step))
         count = math.floor((stop - start) / step + 1e-9) + 1
         values = [round(start + i * step, decimals) + 0.0 for i in range(count)]
         return cls(tuple(values), tuple(f"{v:.{decimals}f}" for v in values), **kwargs)
@@ -302,11 +302,17 @@ def _number(value: Any) -> float:
 
 def number_strings(values: Sequence[float]) -> tuple[str, ...]:
     """Write numbers with as many decimals as the finest of them needs: (0, 0.5) -> "0.0", "0.5"; (1, 10) -> "1", "10"."""
-    decimals = max(map(_decimals, values))
+    decimals = max(map(decimals_of, values))
     return tuple(f"{v + 0.0:.{decimals}f}" for v in values)
 
 
-def _decimals(value: float) -> int:
+def decimal_step(low: float, high: float) -> float:
+    """Return the step of numbers as people would write them on a scale: 0.1 on 0 to 5, 1 on 0 to 100, 0.01 on 0 to 1."""
+    return round(10.0 ** (math.floor(math.log10((high - low) / 2)) - 1), 10)
+
+
+def decimals_of(value: float) -> int:
+    """Return how many decimals a number is written with, ten at most."""
     text = f"{float(value):.10f}".rstrip("0")
     return len(text.split(".")[1])
 

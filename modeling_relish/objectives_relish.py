@@ -88,7 +88,7 @@ def regression_loss(
         loss = F.mse_loss(predictions, targets, reduction="none")
     else:
         raise ValueError(f"objective must be one of ['huber', 'mse'], got {objective!r}.")
-    return _weighted_mean(loss, sample_weight)
+    return weighted_mean(loss, sample_weight)
 
 
 def grid_loss(
@@ -128,8 +128,8 @@ def grid_loss(
     targets = targets.float()
     if objective == "cross_entropy":
         nearest = nearest_number(values, targets)
-        return own_number_loss((log_probs.log_softmax(1) if normalize else log_probs).gather(1, nearest), sample_weight)
-    if objective == "mbr" and normalize:
+        loss = -(log_probs.log_softmax(1) if normalize else log_probs).gather(1, nearest)
+    elif objective == "mbr" and normalize:
         probs = grid_probs(log_probs, normalize)
         loss = (probs * ((targets - values) / scale) ** 2).sum(1, keepdim=True)
     elif objective in ("raft", "mse", "huber"):
@@ -141,7 +141,7 @@ def grid_loss(
             "objective must be one of ['raft', 'huber', 'mse', 'mbr' (normalized), 'cross_entropy'], got "
             f"{objective!r}, normalize={normalize}."
         )
-    return _weighted_mean(loss, sample_weight)
+    return weighted_mean(loss, sample_weight)
 
 
 def nearest_number(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -157,12 +157,8 @@ def grid_probs(log_probs: torch.Tensor, normalize: bool = False) -> torch.Tensor
     return log_probs.softmax(1) if normalize else log_probs.exp()
 
 
-def own_number_loss(log_probs: torch.Tensor, sample_weight: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the mean of -log p over (B, 1) log-probabilities of the rows' own numbers; weights as [`regression_loss`]."""
-    return _weighted_mean(-log_probs, sample_weight)
-
-
-def _weighted_mean(loss: torch.Tensor, sample_weight: torch.Tensor | None) -> torch.Tensor:
+def weighted_mean(loss: torch.Tensor, sample_weight: torch.Tensor | None) -> torch.Tensor:
+    """Return the mean of (B, K) losses, each row's multiplied by its weight; weights as in [`regression_loss`]."""
     if sample_weight is not None:
         loss = loss * sample_weight.float().view(-1, 1)
     return loss.mean()

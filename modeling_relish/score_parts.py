@@ -56,14 +56,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(f"{words}\n{beside}".encode()).hexdigest()
 
 
-def rows_digest(rows: Iterable[dict[str, Any]]) -> str:
-    """Digest rows, in order."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
-    return digest.hexdigest()
-
-
 class Part(NamedTuple):
     """The scores of a part's rows, and how many answers they were read from.
 

@@ -136,7 +136,7 @@ def token_ids(dataset: Any, name: str, config: Any, tokenizer: Any) -> list[list
         )
     if tokenizer is None:
         raise ValueError("text columns need processing_class=tokenizer.")
-    rows = ({name: row[name] for name in (*template.fields, *CHAT_OPTIONS) if name in row} for row in dataset)
+    rows = ({c: row[c] for c in (*template.fields, *CHAT_OPTIONS) if c in row} for row in dataset)
     return list(encode_rows(rows, template, tokenizer, config.max_length, config.truncation))
 
 

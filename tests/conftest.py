@@ -32,7 +32,7 @@ TESTS = Path(__file__).resolve().parent
 if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))  # `from tiny import ...`, from the folders below too
 
-pytest_plugins = ["command_line", "table_files"]  # their fixtures
+pytest_plugins = ["command_line", "table_files", "training"]  # their fixtures
 
 torch.set_num_threads(1)  # tiny tensors; threads that wait for each other cost more than they bring
 

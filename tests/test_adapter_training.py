@@ -1,13 +1,12 @@
 """LoRA in training: three ways to one run, resumed, the best brought back, checkpointing on and off, the command line."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import BACKBONES, SCORES, TEXTS, random_batch, save_backbone, tiny_backbone
-from training import ROWS, SCALE, TOKENIZER, losses, make_trainer, same, tiny_model, workbench
+from training import ROWS, SCALE, TOKENIZER, losses, make_trainer, same, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Trainer
 from transformers.utils import is_bitsandbytes_available
 from typer.testing import CliRunner
@@ -19,22 +18,12 @@ from modeling_relish.backbone_relish import BackboneError
 # PEFT 0.21 asks for an attribute that transformers 5.24 has renamed; a second wrapping is what reloading as PeftModel is.
 MODEL_FILES = {"config.json", "model.safetensors"}
 pytestmark = [
+    pytest.mark.usefixtures("workbench"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute"),
 ]
 LORA = {"target_modules": "all-linear", "r": 4}
 EPOCHS = {"eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 3, "learning_rate": 1e-2}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _workbench():
-    with workbench():
-        yield
-
-
-@pytest.fixture
-def make(tmp_path):
-    return partial(make_trainer, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cached import SMALL, counted, filled, keys_in, shards
 from tiny import SCORES, TEXTS, TOKENIZERS, save_backbone, tiny_backbone
-from training import IDS, ROWS, TOKENIZER, losses, make_trainer, rows_of, tiny_model, workbench
+from training import IDS, ROWS, TOKENIZER, losses, make_trainer, rows_of, tiny_model
 from transformers import Trainer
 from transformers.utils import logging
 
@@ -16,11 +16,7 @@ from modeling_relish.backbone_relish import NonFiniteStatesError
 from modeling_relish.data_collator import RelishCollator
 from modeling_relish.features import FeatureCacheError, FeatureDataset, text_key
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _workbench():
-    with workbench():
-        yield
+pytestmark = pytest.mark.usefixtures("workbench")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "roberta", "gemma3"])

@@ -11,16 +11,12 @@ import pytest
 import torch
 from cached import SMALL, counted, files, filled, keys_in, shards
 from safetensors import SafetensorError
-from training import IDS, tiny_model, workbench
+from training import IDS, tiny_model
 
 from modeling_relish import FeatureCache, feature_files
 from modeling_relish.features import FeatureCacheError, text_key
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _workbench():
-    with workbench():
-        yield
+pytestmark = pytest.mark.usefixtures("workbench")
 
 
 @pytest.fixture(scope="module")

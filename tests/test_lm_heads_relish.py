@@ -10,7 +10,7 @@ import torch
 from language_models import TEMPLATE, brute_force, grid_model, padded, prompts, tiny_language_model
 from safetensors.torch import load_file
 from tiny import SCORES, TEXTS, TOKENIZERS, tiny_backbone
-from training import make_trainer, one_sgd_step, rows_of, workbench
+from training import make_trainer, one_sgd_step, rows_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
 
 from modeling_relish import RelishConfig, RelishForSequenceRegression, regression_metrics
@@ -20,15 +20,11 @@ from modeling_relish.lm_heads_relish import FinalLogitsHead
 from modeling_relish.number_grid_relish import NumberGrid
 from modeling_relish.objectives_relish import LabelError, grid_loss
 
+pytestmark = pytest.mark.usefixtures("workbench")
+
 TOKENIZER = TOKENIZERS["llama"]()
 TENTHS = NumberGrid.between(0, 5, 0.5)
 OBJECTIVES = ["raft", "mse", "huber", "mbr", "cross_entropy"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _workbench():
-    with workbench():
-        yield
 
 
 @pytest.fixture

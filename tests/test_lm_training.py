@@ -12,7 +12,7 @@ from language_models import TEMPLATE, brute_force, grid_model, prompts, tiny_lan
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny import SCORES, TEXTS, TOKENIZERS, tiny_backbone
-from training import SGD, losses, make_trainer, rows_of, same, workbench
+from training import SGD, losses, make_trainer, rows_of, same
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.utils import logging
 
@@ -24,18 +24,13 @@ from modeling_relish.number_grid_relish import NumberGrid, TokenTrie
 
 TOKENIZER = TOKENIZERS["llama"]()
 GRID = NumberGrid((0, 2.5, 5)).resolve(TOKENIZER, TEMPLATE)  # of several tokens each
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)  # PEFT reads it
+pytestmark = [
+    pytest.mark.usefixtures("workbench"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT reads it
+]
 OBJECTIVES = ["raft", "huber", "mbr", "cross_entropy"]
 SCALE = {"label_mean": 2.0, "label_std": 3.0}
 LABELS = [3.0, -100.0, 2.4, 7.25, 0.0, 4.0, 12.0, -1.5]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _workbench():
-    with workbench():
-        yield
 
 
 @pytest.fixture

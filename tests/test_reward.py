@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from datasets import Dataset
 from preference_pairs import CHATS, CHATTY, STRINGS, WHOLE_STRINGS, say, with_margin
 from tiny import PAIRS, TEXTS, save_backbone
-from training import SGD, TOKENIZER, head, losses, make_trainer, same, tiny_model, workbench
+from training import SGD, TOKENIZER, head, losses, make_trainer, same, tiny_model
 from transformers import AutoModelForSequenceClassification
 
 from modeling_relish import RelishRewardTrainer, as_reward_model
@@ -18,13 +18,9 @@ from modeling_relish.reward import RewardModelError, reward_function
 from modeling_relish.tables import TableError
 from modeling_relish.text_relish import TextTooLongError
 
+pytestmark = pytest.mark.usefixtures("workbench")
+
 CHOSEN, REJECTED = zip(*PAIRS, strict=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _bench():
-    with workbench():
-        yield
 
 
 def pair_trainer(folder, model=None, pairs=WHOLE_STRINGS, **kwargs):

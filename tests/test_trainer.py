@@ -3,7 +3,6 @@
 import json
 import math
 import warnings
-from functools import partial
 
 import numpy as np
 import pytest
@@ -24,13 +23,11 @@ from training import (
     close,
     head,
     losses,
-    make_trainer,
     one_sgd_step,
     penalty,
     rows_of,
     same,
     tiny_model,
-    workbench,
 )
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
@@ -39,19 +36,10 @@ from modeling_relish.configuration_checks_relish import RelishConfigError
 from modeling_relish.data import TableError
 from modeling_relish.metrics import ConstantInputWarning
 
+pytestmark = pytest.mark.usefixtures("workbench")
+
 BEST = {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 3}
 BOTH = pytest.mark.parametrize("kind", [RelishTrainer, Trainer])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _workbench():
-    with workbench():
-        yield
-
-
-@pytest.fixture
-def make(tmp_path):
-    return partial(make_trainer, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -1,28 +1,17 @@
 """Which columns RelishTrainer reads, and which target each belongs to: seen in what it measures and trains on."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 from datasets import Dataset
 from preference_pairs import CHATTY
-from training import EIGHT, TEXTS, losses, make_trainer, tiny_model, workbench
+from training import EIGHT, TEXTS, losses, tiny_model
 
 from modeling_relish.data import Columns, TableError, load_split
 
+pytestmark = pytest.mark.usefixtures("workbench")
+
 A, B = EIGHT, [v**2 for v in EIGHT]
 TABLE = Dataset.from_dict({"text": TEXTS[:8], "a": A, "b": B})
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _workbench():
-    with workbench():
-        yield
-
-
-@pytest.fixture
-def make(tmp_path):
-    return partial(make_trainer, tmp_path)
 
 
 def named(names=("a", "b"), **settings):

@@ -7,7 +7,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from preference_pairs import CHATS, CHATTY, PLAIN, STRINGS, WHOLE_CHATS, WHOLE_STRINGS, checkpoint, say, with_margin
 from tiny import PAIRS, TEXTS, tiny_backbone
-from training import SGD, head, make_trainer, same, tiny_model, workbench
+from training import SGD, head, make_trainer, same, tiny_model
 from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, RLOOConfig, RLOOTrainer, apply_chat_template
 
@@ -16,15 +16,12 @@ from modeling_relish.configuration_relish import RelishConfigError
 from modeling_relish.preferences import preference_ids
 
 # TRL itself asks for gradient checkpointing by a name that transformers is about to drop.
-pytestmark = pytest.mark.filterwarnings(r"ignore:.*gradient_checkpointing\w*. is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.usefixtures("workbench"),
+    pytest.mark.filterwarnings(r"ignore:.*gradient_checkpointing\w*. is deprecated:FutureWarning"),
+]
 load = AutoModelForSequenceClassification.from_pretrained
 FIXED = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _bench():
-    with workbench():
-        yield
 
 
 def reward_trainer(model, pairs, folder, processing_class=None, peft_config=None, eval_dataset=None, **options):

@@ -1,10 +1,11 @@
 """What the tests of trainer and features share: tiny models, rows with labels, trainers over them, one step by hand."""
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from datasets import Dataset
 from tiny import SCORES, TEXTS, byte_bpe_tokenizer, tiny_backbone
@@ -24,7 +25,7 @@ SCALE = {"label_mean": 2.0, "label_std": 3.0}
 SGD = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 0.1, "max_grad_norm": 0.0}
 
 
-@contextmanager
+@pytest.fixture(scope="module")
 def workbench() -> Iterator[None]:
     """Let Trainer collect no garbage; let pytest see what is logged."""
     gc.freeze()
@@ -44,6 +45,12 @@ def tiny_model(backbone: str | PreTrainedModel | None = None, seed: int = 0, **k
 def rows_of(labels, texts: Sequence[str] = TEXTS, **columns) -> Dataset:
     """Return the first texts with these labels and further columns."""
     return Dataset.from_dict({"text": texts[: len(labels)], "label": labels, **columns})
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Trainer]:
+    """`make_trainer` in the test's own folder."""
+    return partial(make_trainer, tmp_path)
 
 
 def make_trainer(folder: Path, model=None, rows=None, kind=RelishTrainer, **kwargs) -> Trainer:

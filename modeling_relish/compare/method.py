@@ -45,10 +45,8 @@ class Options:
             raise CompareError(
                 f"candidates is how many settings are tried for each method, 1 to 3, got {self.candidates!r}."
             )
-        for name in (
-            "epochs",
-            "backbone_epochs",
-        ):  # 3 and 3.0 are one run, and it is known by how its settings are written
+        # 3 and 3.0 are one run, and it is known by how its settings are written.
+        for name in ("epochs", "backbone_epochs"):
             object.__setattr__(self, name, float(getattr(self, name)))
         if min(self.epochs, self.backbone_epochs, self.batch_size, self.lora_rank, self.shots, self.samples) <= 0:
             raise CompareError(f"epochs, sizes and counts are above 0, got {self}.")

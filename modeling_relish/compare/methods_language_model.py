@@ -13,11 +13,11 @@ from transformers import set_seed
 from ..base_model_relish import bounded_length
 from ..decoding import DecodedNumbers, decode_numbers
 from ..modeling_relish import RelishForSequenceRegression
-from ..number_grid_relish import NumberGrid
+from ..number_grid_relish import NumberGrid, decimal_step
 from ..text_relish import PromptTemplate, tokenize
 from .method import Method, Options, Settings, lora, why_no_package
 from .methods_heads import LORA_RATES
-from .tasks import CompareError, Task, decimal_step
+from .tasks import CompareError, Task
 from .training import Outcome, fit, validated
 from .workbench import Workbench
 
@@ -29,7 +29,7 @@ _SAMPLED_ROWS = 128  # continuations at once
 
 def written_grid(task: Task) -> NumberGrid:
     """Return the numbers that cross-entropy learns to write, each ended by a line's end."""
-    return NumberGrid.between(*task.label_range, decimal_step(task.label_range), terminator="\n")
+    return NumberGrid.between(*task.label_range, decimal_step(*task.label_range), terminator="\n")
 
 
 def new_tokens(bench: Workbench) -> int:
@@ -221,7 +221,7 @@ def _examples(bench: Workbench, shots: int, seed: int) -> list[tuple[dict[str, s
     longest = max(len(row) for split in ("validation", "test") for row in bench.ids[split])
     room = context - longest - new_tokens(bench)
     chosen: list[tuple[dict[str, str], float]] = []
-    step = decimal_step(bench.task.label_range)
+    step = decimal_step(*bench.task.label_range)
     for index in np.random.default_rng(seed).permutation(len(texts))[:shots]:
         label = float(f"{round(float(labels[index]) / step) * step:.6g}")
         room -= len(tokenize(f"{template.render(texts[index])} {label:.6g}\n\n", bench.tokenizer)) + 2

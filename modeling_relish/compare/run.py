@@ -153,7 +153,7 @@ class _Work:
             except ResultError:
                 raise
             except Exception:  # told below, where the job's turn comes
-                continue
+                pass
         for number, job in enumerate(jobs, 1):
             place = f"[{number}/{len(jobs)}] {job.name}"
             try:
@@ -244,17 +244,18 @@ class _Work:
         of = (job.bench.task.name, job.label, seed, settings)
         return [RunKey(row, job.regime, *of) for row in job.method.rows(job.bench)]
 
-    def _load(self, where: str, keys: Sequence[RunKey], task: Task) -> list[RunResult] | None:
+    def _load(self, where: str, job: Job, candidate: Mapping[str, Any], seed: int) -> list[RunResult] | None:
         """Return results where all are there, on the label scale of today: NRMSE and number grids depend on it."""
+        keys, scale = self._keys(job, candidate, seed), job.bench.task.label_range
         found = [load_result(self.folder / where, key) for key in keys]
-        same = [result for result in found if result is not None and result.label_range == task.label_range]
+        same = [result for result in found if result is not None and result.label_range == scale]
         return same if len(same) == len(keys) else None
 
     def _searched(self, job: Job, candidate: Mapping[str, Any]) -> list[RunResult] | None:
         """Return a candidate's results where they are there; a layer search that was not made is not made for this."""
         if job.method.needs_layer_search(job.bench):
             return None
-        return self._load(SEARCH, self._keys(job, candidate, self.search_seed), job.bench.task)
+        return self._load(SEARCH, job, candidate, self.search_seed)
 
     def _done(self, job: Job) -> list[RunResult] | None:
         """Return a job's results where they are there."""
@@ -262,12 +263,11 @@ class _Work:
             return None
         if self._held(job) is None and not all(self._searched(job, candidate) for candidate in self._grid(job)):
             return None
-        return self._load(RESULTS, self._keys(job, self._choose(job), job.seed), job.bench.task)
+        return self._load(RESULTS, job, self._choose(job), job.seed)
 
     def _do(self, job: Job) -> list[RunResult]:
         chosen = self._choose(job)
-        keys = self._keys(job, chosen, job.seed)
-        found = self._load(RESULTS, keys, job.bench.task) or self._load(SEARCH, keys, job.bench.task)
+        found = self._load(RESULTS, job, chosen, job.seed) or self._load(SEARCH, job, chosen, job.seed)
         if found is None:
             return self._execute(job, chosen, RESULTS, job.seed)
         for result in found:

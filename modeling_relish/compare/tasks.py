@@ -16,6 +16,7 @@ import numpy as np
 
 from ..cli_shared import default_template
 from ..data import Columns, guess_text_columns, label_matrix, load_splits
+from ..number_grid_relish import decimal_step, decimals_of
 from ..tables import Source
 from ..text_relish import PromptTemplate
 
@@ -130,20 +131,13 @@ def load_task(
     return Task(name or _name_of(data), splits, template or default_template(columns), scale)
 
 
-def decimal_step(label_range: tuple[float, float]) -> float:
-    """Return the step of numbers as people would write them on a scale: 0.1 on 0 to 5, 1 on 0 to 100, 0.01 on 0 to 1."""
-    span = label_range[1] - label_range[0]
-    return round(10.0 ** (math.floor(math.log10(span / 2)) - 1), 10)
-
-
 def _round_scale(low: float, high: float) -> tuple[float, float]:
     """Move the ends of what the labels cover outwards to numbers as people would write them: number grids begin there."""
     if not low < high:
         return low, high
-    step = decimal_step((low, high))
-    places = max(0, -math.floor(math.log10(step) + 1e-9))
+    step = decimal_step(low, high)
     ends = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-    return round(ends[0], places), round(ends[1], places)
+    return round(ends[0], decimals_of(step)), round(ends[1], decimals_of(step))
 
 
 def _name_of(data: Any) -> str:
