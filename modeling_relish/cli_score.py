@@ -53,7 +53,7 @@ def predict(
     grid: Annotated[
         str | None, typer.Option(help="Numbers it may say, likewise: 0:5, 0:5:0.1, 1,2,4 or bad=1,good=2.")
     ] = None,
-    samples: Annotated[int, typer.Option(help="Numbers drawn for each text by rail-sample.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Numbers drawn for each text by rail-sample.")] = 16,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
 ) -> None:
     """Score a table's rows and write it with a prediction column, in input order; a run that was killed goes on.

@@ -24,6 +24,7 @@ from .text_relish import PromptTemplate, encode_rows, prompt_row, tokenize
 logger = logging.get_logger(__name__)
 
 BETWEEN_EXAMPLES = "\n\n"
+_LABEL = " 1"  # how examples end
 
 
 @dataclass(frozen=True)
@@ -125,21 +126,25 @@ def _prompts(
     *,
     after_examples: bool,
 ) -> list[list[int]]:
-    """Return the rows' token ids, as they follow the examples where there are some: no BOS, no space put in front."""
+    """Return the rows' token ids, as they follow the examples where there are some, the gap between them first; no BOS."""
     template = PromptTemplate(prompt_template)
     if not after_examples:
         return list(encode_rows(texts, template, tokenizer, max_length, truncation))
-    before = tokenize(BETWEEN_EXAMPLES, tokenizer)
-    together = encode_rows(
-        texts, PromptTemplate(BETWEEN_EXAMPLES + prompt_template), tokenizer, max_length + len(before), truncation
-    )
-    # Where the two merge into one token, there is no such place to cut, and the row stands as it would alone.
-    return [
-        whole[len(before) :]
-        if whole[: len(before)] == before
-        else next(encode_rows([text], template, tokenizer, max_length, truncation))
-        for whole, text in zip(together, texts, strict=True)
-    ]
+    # Cut behind a label, where running text is cut too: two line ends alone are one token of many vocabularies, and before
+    # words they are two.
+    before = tokenize(_LABEL, tokenizer)
+    behind = PromptTemplate(_LABEL + BETWEEN_EXAMPLES + prompt_template)
+    short, shorter = (tokenize(t.render(dict.fromkeys(t.fields, "a")), tokenizer) for t in (behind, template))
+    together = encode_rows(texts, behind, tokenizer, max_length + len(short) - len(shorter), truncation)
+    rows = []
+    for whole, text in zip(together, texts, strict=True):
+        if whole[: len(before)] == before:
+            rows.append(whole[len(before) :])
+            continue
+        # The label merges with what follows it: there is no such place, and the row stands as it would alone.
+        (row,) = encode_rows([text], template, tokenizer, max_length, truncation)
+        rows.append(tokenize(BETWEEN_EXAMPLES, tokenizer, False) + row[row[:1] == [tokenizer.bos_token_id] :])
+    return rows
 
 
 def _examples_prefix(examples: Sequence[tuple[Any, float]], prompt_template: str, tokenizer: Any) -> list[int]:
@@ -156,7 +161,7 @@ def _examples_prefix(examples: Sequence[tuple[Any, float]], prompt_template: str
         row, special = prompt_row(example, template, tokenizer, i)
         with_special_tokens = with_special_tokens if i else special
         shown += template.render(row) + separator + label
-    return tokenize(shown + BETWEEN_EXAMPLES, tokenizer, with_special_tokens)
+    return tokenize(shown, tokenizer, with_special_tokens)
 
 
 @contextmanager

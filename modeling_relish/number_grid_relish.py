@@ -106,6 +106,8 @@ class NumberGrid:
         if isinstance(setting, NumberGrid):
             return setting
         if isinstance(setting, Mapping) and "values" in setting:
+            if unknown := sorted(set(setting) - {f.name for f in fields(cls)}):
+                raise NumberGridError(f"a number grid has no {unknown}; it has {[f.name for f in fields(cls)]}.")
             tokens = setting.get("tokens")
             strings = setting.get("strings")
             return cls(
@@ -169,6 +171,11 @@ class NumberGrid:
             if _prefix_pair(ended(None)) is not None:
                 terminator = LINE_END if self._is_told_apart(ended, LINE_END) else EOS
         tokens = ended(terminator)
+        if self.terminator not in (AUTO, None) and (pair := _prefix_pair(tokens)) is not None:
+            raise NumberGridError(
+                f"the terminator {self.terminator!r} does not end the numbers: the tokens {list(pair[0])} of one begin those "
+                f"of another, {list(pair[1])}. Name another, {EOS!r} or {AUTO!r}; terminator=None counts them together."
+            )
         return replace(self, separator=separator, terminator=terminator, tokens=tuple(tokens))
 
     @staticmethod
@@ -248,9 +255,10 @@ class TokenTrie:
     def tables(self, device: torch.device) -> TrieTables:
         """Return the trie as tensors on a device."""
         if device not in self._tables:
-            with torch.device("cpu"):
+            # Kept for training too, whatever mode the first call is in.
+            with torch.device("cpu"), torch.inference_mode(False):
                 made = self._make_tables()
-            self._tables[device] = TrieTables(*(getattr(made, f.name).to(device) for f in fields(made)))
+                self._tables[device] = TrieTables(*(getattr(made, f.name).to(device) for f in fields(made)))
         return self._tables[device]
 
     def _make_tables(self) -> TrieTables:
@@ -289,8 +297,19 @@ class TokenTrie:
         log_total = logits.logsumexp(-1)
         check_finite(log_total.to(dtype)[..., None], torch.ones_like(log_total), "the language model's logits")
         chosen = logits[:, tables.edge_rows, tables.edge_tokens] - log_total[:, tables.edge_rows]
+        # Minus infinity is an overflow too; times the zeros of other paths it would be NaN.
+        check_finite(chosen.to(dtype)[..., None], torch.ones_like(chosen), "the language model's logits of the grid")
         with maybe_autocast(logits.device.type, enabled=False):  # a product in bf16 would keep three digits
             return chosen @ tables.paths.T
+
+
+def check_can_learn(grid: NumberGrid, normalize: bool) -> None:
+    """Refuse, as [`NumberGridError`], a single number whose probability is made to sum to one: it is always 1."""
+    if normalize and len(grid.values) == 1:
+        raise NumberGridError(
+            f"{(grid.strings or ())[0]!r} is the grid's only number, and normalize_grid=True makes its probability 1: nothing "
+            "would be learned. Leave normalize_grid=False, or give the grid more numbers."
+        )
 
 
 def _number(value: Any) -> float:

@@ -251,12 +251,12 @@ def test_long_rows_are_cut_behind_examples_as_without():
         assert found.texts == [[argmax_loop(model, tokenizer, ids)]]
 
 
-def test_prompt_that_begins_in_the_gap_between_examples_stands_as_it_would_alone():
+def test_prompt_that_begins_in_the_gap_between_examples_is_cut_behind_the_last_label():
     tokenizer, model = TOKENIZERS["qwen3"](), tiny_language_model("qwen3")
     template = "\n\n{text}\nScore:"  # "\n\n\n\n" may be one token
     found = decode_numbers(model, tokenizer, TEXTS[:3], prompt_template=template, examples=[("a", 1), ("b", 2)])
-    prefix = tokenizer("\n\na\nScore: 1\n\n\n\nb\nScore: 2\n\n")["input_ids"]
-    expected = [argmax_loop(model, tokenizer, prefix + ids) for ids in prompts(tokenizer, TEXTS[:3], template)]
+    shown = "\n\na\nScore: 1\n\n\n\nb\nScore: 2\n\n"
+    expected = [argmax_loop(model, tokenizer, ids) for ids in prompts(tokenizer, TEXTS[:3], shown + template)]
     assert found.texts == [[text] for text in expected]
 
 
