@@ -8,8 +8,9 @@ import pytest
 from comparing import LAYERS, OPTIONS, SCALE, save_everything
 from scipy import stats
 
-from modeling_relish.compare import METHODS, CompareError, compare, load_task, workbench
+from modeling_relish.compare import METHODS, CompareError, compare, load_task, methods_heads, workbench
 from modeling_relish.compare.budget import Clock
+from modeling_relish.compare.methods_heads import HEAD_RATES, RELISH_RATES
 from modeling_relish.compare.results import read_results
 
 # PEFT 0.21 asks transformers 5.24 for it by its old name.
@@ -269,7 +270,7 @@ def test_every_head_searches_its_own_layer(run, tmp_path, monkeypatch):
     searched, search = [], workbench.RelishTrainer.search_layer
 
     def best_for_mlp(model, *args, **kwargs):
-        searched.append(model.config.head_type)
+        searched.append((model.config.head_type, kwargs["args"].learning_rate))
         found = search(model, *args, **kwargs)
         return {layer: float((layer == 1) == (model.config.head_type == "mlp")) for layer in found}
 
@@ -284,7 +285,7 @@ def test_every_head_searches_its_own_layer(run, tmp_path, monkeypatch):
     found = run(tmp_path, **given)
     layers = {r.method: r.settings["backbone_layer"] for r in found.runs}
     assert layers == {"RELISH, layer search": 2, "MLP, mean, layer search": 1}
-    assert sorted(searched) == ["mlp", "relish"]
+    assert sorted(searched) == [("mlp", HEAD_RATES[0]), ("relish", RELISH_RATES[0])]
     run(tmp_path, **given)
     assert len(searched) == 2
 
@@ -294,6 +295,26 @@ def test_one_methods_failure_costs_no_other(run, tmp_path, monkeypatch):
     found = run(tmp_path, methods="tfidf_ridge,linear", regimes="frozen")
     assert {r.method for r in found.runs} == {"linear, mean"}
     assert "IndexError" in found.left_out["TF-IDF, ridge, none, seed 0"]
+
+
+def test_a_rate_that_diverges_costs_neither_the_method_nor_a_second_try(run, tmp_path, monkeypatch):
+    tried, fit = [], methods_heads.fit
+
+    def too_high(bench, model, settings, *args, **kwargs):
+        tried.append(settings["learning_rate"])
+        model, outcome = fit(bench, model, settings, *args, **kwargs)
+        predictions = np.full_like(outcome.predictions, np.nan)
+        return model, replace(outcome, predictions=predictions) if settings["learning_rate"] == HEAD_RATES[
+            0
+        ] else outcome
+
+    monkeypatch.setattr(methods_heads, "fit", too_high)
+    options = replace(OPTIONS, candidates=2)
+    found = run(tmp_path / "one", methods="linear", regimes="frozen", options=options, seeds=2)
+    assert {r.settings["learning_rate"] for r in found.runs} == {HEAD_RATES[1]}
+    assert tried == [*HEAD_RATES[:2], HEAD_RATES[1]]
+    with pytest.raises(CompareError, match="no run has succeeded"):
+        run(tmp_path / "other", methods="linear", regimes="frozen", options=replace(OPTIONS, candidates=1))
 
 
 def test_a_budget_counts_the_search_for_whichever_seed_asks(run, tmp_path, monkeypatch):

@@ -2,11 +2,13 @@
 
 import csv
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -99,6 +101,43 @@ def test_the_table_has_our_gaps_beside_the_papers(paper):
     best = max(mean("linear, mean"), mean("TF-IDF, ridge"))
     assert gaps["RELISH, layer search, here"][0] == f"{mean('RELISH, layer search') / best - 1:+.1%}"
     assert len(re.findall(r"^\| (?:stsb|sickr|wmt20)", text, re.M)) == 2
+
+
+class Row:
+    """A row with these test Pearsons, one for each seed."""
+
+    def __init__(self, name, *pearsons, **settings):
+        self.name, self.regime, self.values = name, "frozen", pearsons
+        self.runs = [SimpleNamespace(trainable_parameters=1, settings=settings)]
+
+    def mean(self, metric):
+        return float(np.mean(self.values))
+
+    def spread(self, metric):
+        return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "verdict"),
+    [
+        ([0.83, 0.84, 0.85], [Row("MLP", 0.80, 0.81, 0.82), Row("linear", 0.7, 0.7, 0.7)], "yes"),
+        ([0.83, 0.84, 0.85], [Row("MLP", 0.83, 0.83, 0.84)], "**no**"),
+        # Further below than the best of them, and by less than its spread.
+        ([0.83, 0.84, 0.85], [Row("MLP", 0.81, 0.81, 0.81), Row("linear", 0.7, 0.8, 0.9)], "**no**"),
+        ([0.83, 0.84, 0.85], [Row("RELISH", 0.86, 0.86, 0.86)], "**no**"),
+        ([0.83, 0.84, 0.85], [Row("RELISH", 0.83, 0.84, 0.85, layer=1), Row("MLP", 0.7, 0.7, 0.7)], "yes"),
+        ([0.83, 0.84, 0.85], [Row("MLP", 0.7)], "one seed"),
+        ([0.83], [Row("MLP", 0.7, 0.7, 0.7)], "one seed"),
+    ],
+)
+def test_relish_beats_the_other_heads_by_more_than_the_spread_or_the_table_says_no(own, others, verdict, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import paper_table
+
+    rows = [Row("RELISH, layer search", *own, layer=1), *others]
+    table = SimpleNamespace(dataset="stsb", backbone="b", rows=rows)
+    _, lines = paper_table.wins([table])
+    assert lines.splitlines()[-1].split(" | ")[-1].strip(" |") == verdict
 
 
 def test_nothing_is_done_twice(paper):

@@ -15,8 +15,9 @@ from .method import Method, Options, Settings, lora, why_no_package
 from .training import Outcome, fit, fit_on_logits
 from .workbench import Workbench
 
-# Learning rates: the usual one, then those around it. Small heads have their best at or above the usual one.
-HEAD_RATES, RELISH_RATES = (3e-3, 1e-2, 3e-2), (3e-4, 1e-3, 1e-4)
+# Learning rates: the usual one, then those around it. Small heads on a language model have their best at or above the usual
+# one, on an encoder around it.
+HEAD_RATES, ENCODER_RATES, RELISH_RATES = (3e-3, 1e-2, 3e-2), (3e-3, 1e-3, 1e-2), (3e-4, 1e-3, 1e-4)
 LORA_RATES, FULL_RATES = (6e-4, 2e-3, 2e-4), (3e-5, 1e-4, 1e-5)
 # Seconds per row and epoch on cached states, two cores; runs that are done correct them.
 _ROW_SECONDS = {"relish": 3e-3, "linear": 5e-4, "mlp": 8e-4, "special_token": 5e-4, "final_logits_mlp": 4e-3}
@@ -60,7 +61,7 @@ class Head(Method):
 
     def needs_layer_search(self, bench: Workbench) -> bool:
         """Whether its layer is searched, and is not known yet."""
-        return self.searched and not bench.layer_is_known(self.head_type)
+        return self.searched and not bench.layer_is_known(self.head_type, self._rates("frozen")[0])
 
     def layers(self, bench: Workbench, regime: str) -> list[int | None]:
         """Return the layer that it reads, where states are kept."""
@@ -69,14 +70,16 @@ class Head(Method):
     def _layer(self, bench: Workbench) -> int | None:
         if not self.searched:
             return None
-        best = bench.layer_search(self.head_type)["best"]
+        best = bench.layer_search(self.head_type, self._rates("frozen")[0])["best"]
         return None if best == bench.config.num_hidden_layers else best
 
     def grid(self, regime: str) -> Sequence[Settings]:
         """Return learning rates."""
+        return [{"learning_rate": rate} for rate in self._rates(regime)]
+
+    def _rates(self, regime: str) -> tuple[float, ...]:
         usual = RELISH_RATES if self.head_type == "relish" else HEAD_RATES
-        rates = {"lora": LORA_RATES, "full": FULL_RATES}.get(regime, usual)
-        return [{"learning_rate": rate} for rate in rates]
+        return {"lora": LORA_RATES, "full": FULL_RATES}.get(regime, usual)
 
     def settings(self, bench: Workbench, regime: str, options: Options) -> dict[str, Any]:
         """Return epochs, batch size, the layer and what the head is made of."""
@@ -132,9 +135,9 @@ class Head(Method):
     def _with_notes(self, bench: Workbench, outcome: Outcome) -> Outcome:
         if not self.searched:
             return outcome
-        search = bench.layer_search(self.head_type)
+        search = bench.layer_search(self.head_type, self._rates("frozen")[0])
         note = (
-            f"layer {search['best']} of {search['of']} by validation; the search, once for the data set, took "
+            f"layer {search['best']} of {search['of']} by validation; the search, once for this head and data set, took "
             f"{search['seconds']:.0f} s and counts under extraction"
         )
         return replace(outcome, notes=[*outcome.notes, note]).with_seconds(search["seconds"])
@@ -154,6 +157,9 @@ class Encoder(Head):
 
     def __init__(self, key: str, pooling: str, pooling_name: str) -> None:
         super().__init__(key, pooling_name, "mlp", regimes=("frozen", "full"), pooling=pooling)
+
+    def _rates(self, regime: str) -> tuple[float, ...]:
+        return ENCODER_RATES if regime == "frozen" else super()._rates(regime)
 
     def rows(self, bench: Workbench) -> tuple[str, ...]:
         """Return its row, by the encoder's name."""

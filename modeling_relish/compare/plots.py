@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _BINS = 10
 _COLUMNS = 5
+_LONGEST_NAME = 60
 _MARKERS = {"frozen": "o", "lora": "s", "full": "D", "none": "^"}
 
 
@@ -55,7 +56,14 @@ def _colours(table: Table) -> list[Any]:
 
 
 def _name(row: Row) -> str:
-    return row.name if row.regime in ("frozen", "none") else f"{row.name}, {row.regime}"
+    name = row.name if len(row.name) <= _LONGEST_NAME else f"{row.name[:_LONGEST_NAME]}…"
+    return name if row.regime in ("frozen", "none") else f"{name}, {row.regime}"
+
+
+def _limits(table: Table) -> tuple[float, float]:
+    """Return the labels' scale and a quarter on either side: one answer of 100 on a scale of 5 must not press all others flat."""
+    low, high = table.rows[0].runs[0].label_range
+    return low - (high - low) / 4, high + (high - low) / 4
 
 
 def _accuracy(table: Table) -> Figure:
@@ -127,7 +135,8 @@ def _calibration(table: Table) -> Figure:
     axes.plot(table.rows[0].runs[0].label_range, table.rows[0].runs[0].label_range, color="grey", linestyle="--")
     for row, colour in zip(table.rows, _colours(table), strict=True):
         axes.plot(*calibration(row), color=colour, marker=_MARKERS[row.regime], markersize=4, label=_name(row))
-    axes.set_xlabel("mean prediction")
+    axes.set_xlim(*_limits(table))
+    axes.set_xlabel("mean prediction, as far as it is on the scale")
     axes.set_ylabel("mean label")
     axes.grid(alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
@@ -138,6 +147,7 @@ def _predicted(table: Table) -> Figure:
     lines = math.ceil(len(table.rows) / _COLUMNS)
     figure = _figure(2.2 * _COLUMNS, 2.3 * lines)
     panels = figure.subplots(lines, _COLUMNS, squeeze=False, sharex=True, sharey=True).ravel()
+    panels[0].set_ylim(*_limits(table))
     for axes in panels[len(table.rows) :]:
         axes.set_axis_off()
     for row, axes, colour in zip(table.rows, panels, _colours(table), strict=False):
@@ -146,7 +156,7 @@ def _predicted(table: Table) -> Figure:
         axes.scatter(run.test_labels, run.test_predictions, s=3, alpha=0.3, color=colour, linewidths=0)
         axes.set_title(_name(row), fontsize=7, wrap=True)
     figure.supxlabel("true")
-    figure.supylabel("predicted")
+    figure.supylabel("predicted, as far as it is on the scale")
     return figure
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..cli_shared import DEFAULT_BACKBONE, compute_dtype, write_json
+from ..metrics import MetricError
 from .budget import Clock, budget_seconds
 from .method import Options
 from .methods import find_methods
@@ -142,6 +144,7 @@ class _Work:
         self.found = Comparison(folder, settings={})
         self.held = held
         self.jobs: Sequence[Job] = ()
+        self.diverged: set[str] = set()
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run what is not done and fits."""
@@ -210,10 +213,7 @@ class _Work:
     def _choose(self, job: Job) -> dict[str, Any]:
         held = self._held(job)
         if held is None:
-            tried = {}
-            for candidate in self._grid(job):
-                results = self._searched(job, candidate) or self._execute(job, candidate, SEARCH, self.search_seed)
-                tried[json.dumps(candidate)] = results[-1].validation["pearson"]
+            tried = {json.dumps(candidate): self._try(job, candidate) for candidate in self._grid(job)}
             best = max(tried, key=lambda candidate: -2.0 if tried[candidate] != tried[candidate] else tried[candidate])
             held = dict(json.loads(best))
         self.found.settings.setdefault(job.owner, {})[job.choice] = held
@@ -222,6 +222,19 @@ class _Work:
             kept.setdefault(owner, {}).update(choices)
         write_json(self.folder / SETTINGS, kept)
         return held
+
+    def _try(self, job: Job, candidate: Mapping[str, Any]) -> float:
+        """Return a candidate's validation Pearson; NaN where it diverged, which must not cost the others."""
+        name = json.dumps([job.owner, job.choice, candidate])
+        if name in self.diverged:
+            return math.nan
+        try:
+            results = self._searched(job, candidate) or self._execute(job, candidate, SEARCH, self.search_seed)
+        except MetricError as error:
+            self.diverged.add(name)
+            self.log(f"{job.name}, {dict(candidate)}: {error}")
+            return math.nan
+        return results[-1].validation["pearson"]
 
     def _all_settings(self, job: Job, candidate: Mapping[str, Any]) -> dict[str, Any]:
         own = {**job.method.settings(job.bench, job.regime, self.clock.options), **job.method.grid(job.regime)[0]}

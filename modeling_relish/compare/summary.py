@@ -150,13 +150,13 @@ def macro_averages(tables: Sequence[Table]) -> dict[str, list[Average]]:
 def gap_to_the_best_other(averages: Sequence[Average], one: Average) -> dict[str, float]:
     """Return, for every metric, how far one row is from the best of the others, relative to that: 0.067 = 6.7 % more.
 
-    NaN where there is no other row with that metric.
+    NaN where there is no other row with that metric, or none above zero to be relative to.
     """
     gaps = {}
     for metric in METRICS:
         others = [a.metrics[metric] for a in averages if a is not one and not math.isnan(a.metrics[metric])]
         best = (min if metric == "nrmse" else max)(others, default=math.nan)
-        gaps[metric] = one.metrics[metric] / best - 1 if best else math.nan
+        gaps[metric] = one.metrics[metric] / best - 1 if best > 0 else math.nan
     return gaps
 
 

@@ -121,30 +121,40 @@ class Workbench:
         head = "" if head_type == "relish" else f"--{_slug(head_type)}"
         return self.folder / "shared" / f"layers--{_slug(self.task.name)}--{_slug(self.name)}{head}.json"
 
-    def layer_is_known(self, head_type: str) -> bool:
-        """Whether the search has been done for a kind of head, on these rows and weights."""
-        return head_type in self._searches or self._kept(self._search_file(head_type)) is not None
+    def layer_is_known(self, head_type: str, learning_rate: float) -> bool:
+        """Whether the search has been done for a kind of head, at its learning rate, on these rows and weights."""
+        return head_type in self._searches or self._kept_search(head_type, learning_rate) is not None
 
-    def layer_search(self, head_type: str) -> dict[str, Any]:
+    def layer_search(self, head_type: str, learning_rate: float) -> dict[str, Any]:
         """Return which layer a kind of head reads best by validation: `found` (layer -> Pearson), `best`, `of`, `seconds`.
 
-        Every kind has its own search: what one reads best need not be what another does.
+        Every kind has its own search, at its own usual rate: what one reads best need not be what another does.
         """
         if head_type not in self._searches:
-            self._searches[head_type] = self._kept(self._search_file(head_type)) or self._search(head_type)
+            kept = self._kept_search(head_type, learning_rate)
+            self._searches[head_type] = kept or self._search(head_type, learning_rate)
         return self._searches[head_type]
 
-    def _search(self, head_type: str) -> dict[str, Any]:
+    def _kept_search(self, head_type: str, learning_rate: float) -> dict[str, Any] | None:
+        kept = self._kept(self._search_file(head_type))
+        return kept if kept is not None and kept.get("learning_rate") == learning_rate else None
+
+    def _search(self, head_type: str, learning_rate: float) -> dict[str, Any]:
         model = on_device(self.model(head_type=head_type))
         args = RelishTrainingArguments(
-            output_dir=str(self.folder), disable_tqdm=True, seed=0, features_dir=self.features_dir, report_to="none"
+            output_dir=str(self.folder),
+            disable_tqdm=True,
+            seed=0,
+            features_dir=self.features_dir,
+            report_to="none",
+            learning_rate=learning_rate,
         )
         started = time.monotonic()
         train, validation = self.task.splits["train"], self.task.splits["validation"]
         found = RelishTrainer.search_layer(model, train, validation, self.tokenizer, args=args, **self.layer_settings)
         kept = {
             "found": {str(layer): score for layer, score in found.items()}, "best": best_layer(found),
-            "of": self.config.num_hidden_layers, "seconds": round(time.monotonic() - started, 1),
+            "of": self.config.num_hidden_layers, "learning_rate": learning_rate, "seconds": round(time.monotonic() - started, 1),
         }  # fmt: skip
         write_json(self._search_file(head_type), {**self._identity, **kept})
         return kept
