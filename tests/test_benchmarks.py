@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from modeling_relish.compare.results import read_results
+from modeling_relish.compare.summary import make_tables
+from modeling_relish.number_grid_relish import NumberGrid
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -67,6 +71,45 @@ def test_goals_of_quality_are_met_by_the_files():
     assert heads["RELISH, layer 16"]["summary"]["pearson"]["mean"] >= 0.83
     assert len(heads["RELISH, layer 16"]["runs"]) == 3
     assert json.loads((RESULTS / "demo.json").read_text())["test"]["RELISH"]["pearson"] >= 0.91
+
+
+def measured(folder, dataset):
+    """Rows of a table of `results/paper`."""
+    (found,) = [t for t in make_tables(read_results(RESULTS / "paper" / folder / "results")) if t.dataset == dataset]
+    return found.rows
+
+
+def cells_of(row):
+    deterministic = len(row.runs) == 1
+    return [
+        f"{row.mean(m):.3f}" + ("" if deterministic else f" ± {row.spread(m):.3f}")
+        for m in ("pearson", "spearman", "nrmse")
+    ]
+
+
+def test_readme_quotes_the_language_models_own_numbers():
+    thousand, whole = (
+        {row.name: row for row in measured(*where)} for where in (("thousand", "stsb-1000"), ("whole", "stsb"))
+    )
+    rows = table("numbers")
+    assert set(whole) <= set(rows)
+    for name, cells in rows.items():
+        name = name.split(" (")[0]
+        assert cells == [*cells_of(thousand[name]), *(cells_of(whole[name]) if name in whole else "–––")], name
+    assert all(len(thousand[name].runs) == 3 for name in whole)
+
+
+def test_readme_quotes_raft_over_other_grids_and_one_digit_trains_as_well_as_five():
+    by_grid = {
+        " ".join(NumberGrid.from_setting(row.runs[0].settings["number_grid"]).strings): row
+        for row in measured("grids", "stsb-1000")
+    }
+    rows = table("grids")
+    for name, cells in rows.items():
+        assert cells == cells_of(by_grid[name.strip("`")])
+    one, five = by_grid["5"], by_grid["1 2 3 4 5"]
+    assert len(one.runs) == len(five.runs) == 3
+    assert one.mean("pearson") > five.mean("pearson") - max(one.spread("pearson"), five.spread("pearson"))
 
 
 def test_readme_quotes_the_speed_results():
