@@ -18,7 +18,8 @@ from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 from modeling_relish import RelishConfig
-from modeling_relish.number_grid_relish import NumberGrid, NumberGridError, TokenTrie
+from modeling_relish.backbone_relish import NonFiniteStatesError
+from modeling_relish.number_grid_relish import NumberGrid, NumberGridError, TokenTrie, check_can_learn
 from modeling_relish.text_relish import TemplateError
 
 MONTHS = {"January": 1, "February": 2, "March": 3, "April": 4, "May": 5}
@@ -129,6 +130,11 @@ def test_a_prompt_that_a_tokenizer_begins_with_bos_or_that_has_braces_in_it():
         (lambda: NumberGrid.from_setting("1,2"), "'1,2'"),
         (lambda: NumberGrid.from_setting(5), "got 5"),
         (lambda: NumberGrid.words({}), "empty"),
+        (lambda: NumberGrid.from_setting({"values": [1, 10], "terminater": "\n"}), "no .'terminater'"),
+        (
+            lambda: check_can_learn(NumberGrid((5,)), normalize=True),
+            "'5' is the grid's only number.*nothing would be learned",
+        ),
     ],
 )
 def test_grid_that_cannot_be_meant_is_told(make, match):
@@ -160,6 +166,8 @@ def test_end_of_text_ends_numbers_where_a_tokenizer_drops_the_lines_end():
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\n", "")
     grid = NumberGrid((1, 10)).resolve(tokenizer, "{text}:")
     assert (grid.terminator, grid.tokens[0][-1]) == ("eos", tokenizer.eos_token_id)
+    with pytest.raises(NumberGridError, match="does not end the numbers"):
+        NumberGrid((1, 10), terminator="\n").resolve(tokenizer, "{text}:")
 
 
 @pytest.mark.parametrize("template", ["{text}", "Score: {text}", "{a}: {b}"])
@@ -263,3 +271,19 @@ def test_trie_runs_every_common_beginning_once_and_adds_up_its_tokens(sequences)
             found = trie.log_probs(logits)
         assert found.dtype == torch.float32
         assert found.numpy() == pytest.approx(np.array(expected), abs=2e-6)
+
+
+def test_an_overflow_at_a_number_raises_and_is_no_nan():
+    logits = torch.zeros(1, 2, 9)
+    logits[0, 0, 4] = -torch.inf
+    with pytest.raises(NonFiniteStatesError, match="grid"):
+        TokenTrie([(4,), (5, 1)]).log_probs(logits)
+
+
+def test_a_trie_first_used_for_inference_trains():
+    trie = TokenTrie([(4,), (5, 1)])
+    with torch.inference_mode():
+        trie.log_probs(torch.zeros(1, 2, 9))
+    logits = torch.zeros(1, 2, 9, requires_grad=True)
+    trie.log_probs(logits).sum().backward()
+    assert logits.grad.abs().sum() > 0
