@@ -240,10 +240,14 @@ def gaps(tables, folder, regime):
         for a in own:
             if a.name in (RELISH, SEARCHED):
                 found = gap_to_the_best_other([a, *others], a)
-                lines[-1] += f"\n| {a.name}, here | {' | '.join(f'{found[m]:+.1%}' for m in METRICS)} |"
+                lines[-1] += f"\n| {a.name}, here | {' | '.join(relative(found[m]) for m in METRICS)} |"
         lines[-1] += f"\n| RELISH, the paper | {' | '.join(f'{PAPER[m]:+.1%}' for m in METRICS)} |"
         parts += lines
     return parts if len(parts) > 1 else [*parts, "No backbone has two data sets yet."]
+
+
+def relative(gap):
+    return "–" if np.isnan(gap) else f"{gap:+.1%}"
 
 
 def numbers(average):
@@ -260,23 +264,24 @@ def wins(tables):
     ]
     lines.append("|---|---|---|---|---|---|---|")
     for table in tables:
-        heads = [row for row in table.rows if row.regime == "frozen" and row.runs[0].trainable_parameters > 0]
-        own = [row for row in heads if row.name == SEARCHED]
-        others = [
-            row for row in heads if row.name != SEARCHED and own and row.runs[0].settings != own[0].runs[0].settings
-        ]
+        heads = {
+            row.name: row
+            for row in table.rows
+            if row.regime == "frozen" and row.runs[0].trainable_parameters > 0 and not np.isnan(row.mean("pearson"))
+        }
+        own = heads.pop(SEARCHED, None)
+        others = [row for row in heads.values() if own and row.runs[0].settings != own.runs[0].settings]
         if not others:
             continue
-        best = max(others, key=lambda row: np.nan_to_num(row.mean("pearson"), nan=-2))
-        difference = own[0].mean("pearson") - best.mean("pearson")
         # The nearest of the others need not be the one that spreads most: each is compared.
-        spreads = {row.name: np.max([own[0].spread("pearson"), row.spread("pearson")]) for row in others}
-        wins_all = all(own[0].mean("pearson") - row.mean("pearson") > spreads[row.name] for row in others)
-        verdict = "one seed" if np.isnan(list(spreads.values())).any() else "yes" if wins_all else "**no**"
-        spread = spreads[best.name]
+        spreads = {row.name: np.max([own.spread("pearson"), row.spread("pearson")]) for row in others}
+        lead = {row.name: own.mean("pearson") - row.mean("pearson") for row in others}
+        unbeaten = [name for name in lead if not lead[name] > spreads[name]]
+        best = min(lead, key=lead.__getitem__)
+        verdict = f"**no**: {', '.join(unbeaten)}" if unbeaten else "yes"
         cells = [
-            table.dataset, table.backbone, f"{own[0].mean('pearson'):.3f}", f"{best.name} {best.mean('pearson'):.3f}",
-            f"{difference:+.3f}", f"{spread:.3f}", verdict,
+            table.dataset, table.backbone, f"{own.mean('pearson'):.3f}", f"{best} {heads[best].mean('pearson'):.3f}",
+            f"{lead[best]:+.3f}", f"{spreads[best]:.3f}", "one seed" if np.isnan(list(spreads.values())).any() else verdict,
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return ["## Test Pearson of RELISH with layer search against every other frozen head", "\n".join(lines)]

@@ -16,11 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.utils import CONFIG_NAME, cached_file, find_adapter_config_file, is_peft_available
+from transformers.utils import CONFIG_NAME, cached_file, find_adapter_config_file, is_peft_available, logging
 
 from .backbone_relish import BackboneError
 from .configuration_relish import RelishConfig
 from .weights_relish import quantization_of
+
+logger = logging.get_logger(__name__)
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEAD = "score"
@@ -167,6 +169,12 @@ def save_adapter(model: Any, folder: str | os.PathLike, adapter_name: str = "def
         from peft import get_peft_model_state_dict
     except ImportError as error:
         raise _needs_peft("saving an adapter") from error
+    settings = model.peft_config[adapter_name]
+    if not (model.config.backbone_name_or_path or settings.base_model_name_or_path):
+        logger.warning_once(
+            "the adapter's base model has no name, or tokens were added to it: its weights are not saved with the adapter. To "
+            "have them again, save the model with save_pretrained first, load it from there, and put the adapter on that."
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = get_peft_model_state_dict(model, state_dict, adapter_name, save_embedding_layers=False)
@@ -174,7 +182,6 @@ def save_adapter(model: Any, folder: str | os.PathLike, adapter_name: str = "def
     temporary = folder / f".{ADAPTER_WEIGHTS}.tmp"
     save_file(tensors, temporary, metadata={"format": "pt"})
     temporary.replace(folder / ADAPTER_WEIGHTS)
-    settings = model.peft_config[adapter_name]
     was, settings.inference_mode = settings.inference_mode, True
     settings.save_pretrained(folder)
     settings.inference_mode = was

@@ -231,11 +231,16 @@ def position_ids_from_mask(mask: torch.Tensor, backbone: nn.Module) -> torch.Ten
     """
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
         return None
-    embeddings = getattr(getattr(backbone, "embeddings", None), "position_embeddings", None)
-    padding_idx = getattr(embeddings, "padding_idx", None)
-    offset = 0 if padding_idx is None else padding_idx + 1
     positions = mask.long().cumsum(-1) - 1
-    return positions.clamp(min=0) + offset
+    return positions.clamp(min=0) + first_position(backbone)
+
+
+def first_position(backbone: nn.Module) -> int:
+    """Return the position of a model's first token: 0, or the one behind RoBERTa's padding index."""
+    bare = getattr(backbone, "base_model", backbone)
+    embeddings = getattr(getattr(bare, "embeddings", None), "position_embeddings", None)
+    padding_idx = getattr(embeddings, "padding_idx", None)
+    return 0 if padding_idx is None else padding_idx + 1
 
 
 def check_rows(mask: torch.Tensor) -> None:

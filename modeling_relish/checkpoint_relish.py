@@ -21,6 +21,7 @@ from .base_model_relish import (
     check_safetensors,
     load_backbone,
     load_base,
+    name_of,
     nothing_missing,
     output_row,
     reading,
@@ -68,7 +69,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         """Start a model with a fresh head.
 
         Args:
-            backbone: Hub id, folder, `embedded:NAME`, or a loaded model (shared, not copied).
+            backbone: Hub id, folder, `embedded:NAME`, or a loaded model (shared, not copied; saved whole if tokens were added).
             revision: Of the backbone on the Hub.
             **kwargs: Settings of [`RelishConfig`] (backbone_layer, prompt_template, num_labels ...), and what
                 `AutoModel.from_pretrained` takes (dtype, device_map, token ...). `number_grid` may be numbers, a mapping
@@ -86,30 +87,29 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         layers = {k: kwargs[k] for k in ("backbone_layer", "backbone_layers") if k in kwargs}
         causal_lm = kwargs.get("head_type") in (*LM_HEADS, "special_token")
         if isinstance(backbone, PreTrainedModel):
-            name = backbone.config._name_or_path or None
+            name = name_of(backbone)
             loaded = backbone if causal_lm else without_pooler(bare_model(backbone))
             if causal_lm:
                 check_language_model(loaded)
             else:
                 check_architecture(loaded.config.get_text_config())
-            backbone_config = loaded.config
-            cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer  # checked before anything is cut
-            loaded = cut_backbone(loaded, cut)
+            text_config = loaded.config
+            loaded = cut_backbone(loaded, RelishConfig(backbone_config=text_config, **layers).cut_layer)
         else:
             name = os.fspath(backbone)
             if Path(name).is_dir():  # a relative folder would mean another one from another place
                 name = str(Path(name).resolve())
             hub = {"revision": revision} if revision else {}
-            backbone_config = whole_config(name, {**hub, **{k: loading[k] for k in FILE_KWARGS if k in loading}})
-            cut = RelishConfig(backbone_config=backbone_config, **layers).cut_layer
+            text_config = whole_config(name, {**hub, **{k: loading[k] for k in FILE_KWARGS if k in loading}})
+            cut = RelishConfig(backbone_config=text_config, **layers).cut_layer
             loaded = load_backbone(name, cut, causal_lm=causal_lm, **hub, **loading)
         max_length, grid_tokens = kwargs.get("max_length", RelishConfig.max_length), 0
         if kwargs.get("number_grid") is not None:
             grid = resolved_grid(kwargs, tokenizer, name, revision)
             kwargs["number_grid"], grid_tokens = grid.to_dict(), grid.num_appended_tokens
-        kwargs["max_length"] = bounded_length(max_length, backbone_config, grid_tokens)
+        kwargs["max_length"] = bounded_length(max_length, text_config, grid_tokens)
         config = RelishConfig(
-            backbone_name_or_path=name, backbone_revision=revision, backbone_config=backbone_config, **kwargs
+            backbone_name_or_path=name, backbone_revision=revision, backbone_config=text_config, **kwargs
         )
         # Where it lay on this machine is nobody else's business. Of the copy: a live model keeps its name.
         config.backbone_config._name_or_path = ""

@@ -16,6 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
+from .backbone_relish import BackboneError, first_position
 from .language_model_relish import no_tree_mask, unwrapped, whole_states_for_the_output
 from .number_grid_relish import decimal_step, decimals_of, number_strings
 from .packed_decoding import SharedPrefix
@@ -86,7 +87,15 @@ def decode_numbers(
         batch_size: Prompts at once.
         seed: Of the samples; torch's own random state is left as it was.
         show_progress_bar: A bar over batches.
+
+    Raises:
+        BackboneError: for decoders of the RoBERTa family, whose positions transformers' `generate` begins at another place.
     """
+    if first_position(unwrapped(language_model)):
+        raise BackboneError(
+            f"{type(language_model).__name__} counts its positions from behind the padding index, and transformers' generate "
+            "from 0: what it writes would be wrong. Its expected number (RAIL over a grid) is right."
+        )
     ids = _prompts(texts, prompt_template, tokenizer, max_length, truncation, after_examples=bool(examples))
     prefix = _examples_prefix(examples, prompt_template, tokenizer)
     written: list[list[str]] = [[] for _ in ids]
@@ -143,7 +152,8 @@ def _prompts(
             continue
         # The label merges with what follows it: there is no such place, and the row stands as it would alone.
         (row,) = encode_rows([text], template, tokenizer, max_length, truncation)
-        rows.append(tokenize(BETWEEN_EXAMPLES, tokenizer, False) + row[row[:1] == [tokenizer.bos_token_id] :])
+        alone = row[1:] if row[0] == tokenizer.bos_token_id else row
+        rows.append(tokenize(BETWEEN_EXAMPLES, tokenizer, False) + alone)
     return rows
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.utils import logging
 
-from .backbone_relish import check_finite, check_rows
+from .backbone_relish import check_finite, check_rows, first_position
 from .number_grid_relish import TokenTrie
 
 logger = logging.get_logger(__name__)
@@ -75,7 +75,9 @@ def own_log_probs(
     dtype, logits = logits.dtype, logits.float()
     log_total = logits.logsumexp(-1)
     check_finite(log_total.to(dtype)[..., None], real, "the language model's logits")
-    found = logits.gather(-1, targets[..., None])[..., 0] - log_total
+    said = logits.gather(-1, targets[..., None])[..., 0]
+    check_finite(said.to(dtype)[..., None], real, "the language model's logits")
+    found = said - log_total
     return found.masked_fill(~real, 0.0).sum(1, keepdim=True)
 
 
@@ -197,10 +199,14 @@ def _for_kernel(mask: torch.Tensor, model: nn.Module, kernel: str) -> torch.Tens
 def run_masked(
     model: nn.Module, ids: torch.Tensor, mask: Any, positions: torch.Tensor, keep: int, cache: Any = None
 ) -> torch.Tensor:
-    """Return the last `keep` positions' logits; the vocabulary is never multiplied with the others' states."""
+    """Return the last `keep` positions' logits; positions count from 0, wherever the model's own begin.
+
+    The vocabulary is not multiplied with the others' states, except by the few classes without `logits_to_keep`.
+    """
     accepted = inspect.signature(unwrapped(model).forward).parameters
     kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-    kwargs |= {"position_ids": positions} if "position_ids" in accepted else {}
+    if "position_ids" in accepted:
+        kwargs["position_ids"] = positions + first_position(unwrapped(model))
     kwargs |= {"use_cache": cache is not None} if "use_cache" in accepted else {}
     kwargs |= {"cache": cache} if cache is not None else {}
     kwargs |= {"logits_to_keep": keep} if "logits_to_keep" in accepted else {}

@@ -14,7 +14,7 @@ from transformers.utils.generic import maybe_autocast
 from .configuration_checks_relish import RelishConfigError
 from .configuration_relish import RelishConfig
 from .language_model_relish import grid_log_probs, last_logits, own_log_probs
-from .number_grid_relish import NumberGrid, TokenTrie, check_can_learn
+from .number_grid_relish import NumberGrid, TokenTrie
 from .objectives_relish import check_labels, grid_loss, grid_probs, nearest_number
 
 
@@ -46,7 +46,11 @@ class NumberGridHead(nn.Module):
                 f"the number grid has the token {largest}, and the language model's vocabulary ends at {config.vocab_size - 1}: "
                 "after adding tokens call resize_token_embeddings(len(tokenizer)) on it first."
             )
-        check_can_learn(grid, config.normalize_grid and not config.learn_values)
+        if len(grid.values) == 1 and config.normalize_grid and not config.learn_values:
+            raise RelishConfigError(
+                "the number grid has one number, whose probability normalize_grid=True makes 1: nothing would be learned. Leave "
+                "normalize_grid=False, or give the grid more numbers."
+            )
         self.normalize = config.normalize_grid
         self.trie = TokenTrie(grid.tokens)
         values = torch.tensor(grid.values, dtype=torch.float32)

@@ -201,7 +201,9 @@ def _one_target(predicted: np.ndarray, wanted: np.ndarray, width: float) -> dict
             pearson = float(stats.pearsonr(predicted, wanted).statistic)
             spearman = float(stats.spearmanr(predicted, wanted).statistic)
     error = predicted - wanted
-    rmse = float(np.sqrt(np.mean(error**2)))
+    # A decoded number may be 1e200, whose square is infinite. By a power of two, which rounds nothing.
+    size = 2.0 ** min(1023, max(0, int(np.frexp(np.abs(error).max())[1])))
+    rmse = float(np.sqrt(np.mean((error / size) ** 2)) * size)
     return {
         "pearson": pearson,
         "spearman": spearman,

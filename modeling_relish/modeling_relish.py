@@ -28,6 +28,7 @@ from .checkpoint_relish import RelishPreTrainedModel
 from .configuration_relish import RelishConfig
 from .head_relish import AttentionLinear, RelishHead, build_head
 from .lm_heads_relish import LogitsLinear, NumberGridHead, build_lm_head, grid_output
+from .number_grid_relish import NumberGrid
 from .objectives_relish import check_labels, regression_loss
 from .pipeline_relish import register_pipelines
 from .text_relish import PromptTemplate, encode_rows, pad_batch
@@ -286,18 +287,18 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
             (N,) fp32 for one target, (N, K) for several.
 
         Raises:
-            TemplateError, TextTooLongError: for a text that does not fit, with its row.
+            TemplateError, TextTooLongError: for a text that does not fit, with its row; NumberGridError: for a foreign grid.
         """
         if isinstance(texts, (str, dict)):
             raise ValueError(f"predict takes a list of texts, got one {type(texts).__name__}; write [text].")
         tokenizer = tokenizer or self._own_tokenizer()
         template = PromptTemplate(self.config.prompt_template)
-        ids = list(
-            encode_rows(texts, template, tokenizer, self.config.max_length, truncation or self.config.truncation)
-        )
-        order = sorted(
-            range(len(ids)), key=lambda i: -len(ids[i])
-        )  # the longest first: what does not fit fails at once
+        if self.config.number_grid is not None:
+            NumberGrid.from_setting(self.config.number_grid).check_resolved(tokenizer, self.config.prompt_template)
+        cut = truncation or self.config.truncation
+        ids = list(encode_rows(texts, template, tokenizer, self.config.max_length, cut))
+        # The longest first: what does not fit fails at once.
+        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         scores = np.empty((len(ids), len(self.config.target_names)), dtype=np.float32)
         was_training = self.training
         self.eval()

@@ -106,17 +106,11 @@ class NumberGrid:
         if isinstance(setting, NumberGrid):
             return setting
         if isinstance(setting, Mapping) and "values" in setting:
-            if unknown := sorted(set(setting) - {f.name for f in fields(cls)}):
-                raise NumberGridError(f"a number grid has no {unknown}; it has {[f.name for f in fields(cls)]}.")
-            tokens = setting.get("tokens")
-            strings = setting.get("strings")
-            return cls(
-                tuple(setting["values"]),
-                None if strings is None else tuple(strings),
-                setting.get("separator", AUTO),
-                setting.get("terminator", AUTO),
-                None if tokens is None else tuple(tuple(map(int, t)) for t in tokens),
-            )
+            known, tokens = [f.name for f in fields(cls)], setting.get("tokens")
+            if unknown := sorted(set(setting) - set(known)):
+                raise NumberGridError(f"a number grid has no {unknown}; it has {known}.")
+            tokens = None if tokens is None else tuple(tuple(map(int, t)) for t in tokens)
+            return cls(**{**setting, "values": tuple(setting["values"]), "tokens": tokens})
         if isinstance(setting, Mapping):
             return cls.words(setting)
         if isinstance(setting, Iterable) and not isinstance(setting, str):
@@ -151,6 +145,7 @@ class NumberGrid:
                 values share a sequence (their names are in the message).
         """
         if self.tokens is not None:
+            self.check_resolved(tokenizer, prompt_template)
             return self
         prompt = _sample_prompt(prompt_template)
         start = tokenize(prompt, tokenizer)
@@ -177,6 +172,23 @@ class NumberGrid:
                 f"of another, {list(pair[1])}. Name another, {EOS!r} or {AUTO!r}; terminator=None counts them together."
             )
         return replace(self, separator=separator, terminator=terminator, tokens=tuple(tokens))
+
+    def check_resolved(self, tokenizer: Any, prompt_template: str) -> None:
+        """Compare the tokens that [`resolve`] found with those of a tokenizer and a prompt; tokens given by hand are left.
+
+        Raises:
+            NumberGridError: where they differ: probabilities of other tokens would be a wrong number that looks right.
+        """
+        if tokenizer is None or self.tokens is None or self.separator == AUTO:  # there is nothing to compare
+            return
+        anew = replace(self, tokens=None).resolve(tokenizer, prompt_template).tokens or ()
+        for text, then, now in zip(self.strings or (), self.tokens, anew, strict=True):
+            if then != now:
+                raise NumberGridError(
+                    f"the number grid's tokens are those of another tokenizer or another end of the prompt: {text!r} has "
+                    f"{list(then)} in the grid, and {list(now)} here. Use the tokenizer and the prompt that the grid was "
+                    "resolved for, or start from a grid without tokens."
+                )
 
     @staticmethod
     def _is_told_apart(ended: Callable[[str], list[tuple[int, ...]]], end: str) -> bool:
@@ -289,27 +301,19 @@ class TokenTrie:
         The softmax runs over the whole vocabulary, as in RAIL (RAFT, section 3).
 
         Raises:
-            NonFiniteStatesError: where the logits of a row have no finite sum.
+            NonFiniteStatesError: where the logits of a row have no finite sum, or one of a number's own is infinite.
         """
         tables = self.tables(logits.device)
         dtype = logits.dtype
         logits = logits.float()
         log_total = logits.logsumexp(-1)
-        check_finite(log_total.to(dtype)[..., None], torch.ones_like(log_total), "the language model's logits")
-        chosen = logits[:, tables.edge_rows, tables.edge_tokens] - log_total[:, tables.edge_rows]
-        # Minus infinity is an overflow too; times the zeros of other paths it would be NaN.
-        check_finite(chosen.to(dtype)[..., None], torch.ones_like(chosen), "the language model's logits of the grid")
+        said = logits[:, tables.edge_rows, tables.edge_tokens]
+        # Minus infinity at a number is an overflow too; times the zeros of other paths it would be NaN.
+        for values in (log_total, said):
+            check_finite(values.to(dtype)[..., None], torch.ones_like(values), "the language model's logits")
+        chosen = said - log_total[:, tables.edge_rows]
         with maybe_autocast(logits.device.type, enabled=False):  # a product in bf16 would keep three digits
             return chosen @ tables.paths.T
-
-
-def check_can_learn(grid: NumberGrid, normalize: bool) -> None:
-    """Refuse, as [`NumberGridError`], a single number whose probability is made to sum to one: it is always 1."""
-    if normalize and len(grid.values) == 1:
-        raise NumberGridError(
-            f"{(grid.strings or ())[0]!r} is the grid's only number, and normalize_grid=True makes its probability 1: nothing "
-            "would be learned. Leave normalize_grid=False, or give the grid more numbers."
-        )
 
 
 def _number(value: Any) -> float:

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from .configuration_relish import RelishConfig
 from .data import TableError, check_label
+from .number_grid_relish import NumberGrid
 from .text_relish import CHAT_OPTIONS, PromptTemplate, encode_rows
 
 logger = logging.get_logger(__name__)
@@ -136,6 +137,8 @@ def token_ids(dataset: Any, name: str, config: Any, tokenizer: Any) -> list[list
         )
     if tokenizer is None:
         raise ValueError("text columns need processing_class=tokenizer.")
+    if config.number_grid is not None:
+        NumberGrid.from_setting(config.number_grid).check_resolved(tokenizer, config.prompt_template)
     rows = ({c: row[c] for c in (*template.fields, *CHAT_OPTIONS) if c in row} for row in dataset)
     return list(encode_rows(rows, template, tokenizer, config.max_length, config.truncation))
 

@@ -303,10 +303,9 @@ def test_a_rate_that_diverges_costs_neither_the_method_nor_a_second_try(run, tmp
     def too_high(bench, model, settings, *args, **kwargs):
         tried.append(settings["learning_rate"])
         model, outcome = fit(bench, model, settings, *args, **kwargs)
-        predictions = np.full_like(outcome.predictions, np.nan)
-        return model, replace(outcome, predictions=predictions) if settings["learning_rate"] == HEAD_RATES[
-            0
-        ] else outcome
+        if settings["learning_rate"] == HEAD_RATES[0]:
+            outcome = replace(outcome, predictions=np.full_like(outcome.predictions, np.nan))
+        return model, outcome
 
     monkeypatch.setattr(methods_heads, "fit", too_high)
     options = replace(OPTIONS, candidates=2)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from language_models import KINDS, TEMPLATE, WINDOW, brute_force, grid_model, padded, prompts, tiny_language_model
 from tiny import TEXTS, TOKENIZERS, tiny_backbone
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -12,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging
 
 from modeling_relish.backbone_relish import BackboneError, EmptyRowError, NonFiniteStatesError
+from modeling_relish.decoding import decode_numbers
 from modeling_relish.language_model_relish import grid_log_probs, last_logits, no_tree_mask, own_log_probs
 from modeling_relish.number_grid_relish import NumberGrid, TokenTrie
 
@@ -74,6 +76,26 @@ def test_rows_alone_in_a_batch_and_with_holes_agree(kind, kernel):
         spread = grid_log_probs(model, ids, mask, TRIE)
     torch.testing.assert_close(together, alone, atol=2e-5, rtol=0)
     torch.testing.assert_close(spread, alone, atol=2e-5, rtol=0)
+
+
+def test_a_decoder_whose_positions_begin_behind_the_padding_index():
+    settings = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
+    torch.manual_seed(0)
+    model = transformers.RobertaForCausalLM(
+        transformers.RobertaConfig(**settings, is_decoder=True, max_position_embeddings=64, initializer_range=0.5)
+    ).eval()
+    with torch.no_grad():
+        expected = brute_force(model, ROWS, NUMBERS)
+        found = grid_log_probs(model, *padded(ROWS), TRIE)
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
+    with pytest.raises(BackboneError, match="generate"):
+        decode_numbers(model, None, ["a"], prompt_template="{text}:")
 
 
 def test_window_matters_where_it_is_said_to():

@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 import torch
 from language_models import TEMPLATE, brute_force, grid_model, padded, prompts, tiny_language_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import SCORES, TEXTS, TOKENIZERS, tiny_backbone
 from training import make_trainer, one_sgd_step, rows_of
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers.utils import logging
 
 from modeling_relish import RelishConfig, RelishForSequenceRegression, regression_metrics
 from modeling_relish.backbone_relish import BackboneError
 from modeling_relish.configuration_checks_relish import RelishConfigError
 from modeling_relish.lm_heads_relish import FinalLogitsHead
-from modeling_relish.number_grid_relish import NumberGrid
+from modeling_relish.number_grid_relish import NumberGrid, NumberGridError
 from modeling_relish.objectives_relish import LabelError, grid_loss
 
 pytestmark = pytest.mark.usefixtures("workbench")
@@ -230,6 +232,7 @@ def test_what_cannot_be_trained_or_asked_is_named(tmp_path):
     refused("no tokens yet", RelishConfigError, RelishForSequenceRegression, config)
     refused("brings no tokenizer.*tokenizer=", BackboneError, grid_model, tokenizer=None)
     refused("ends in a field", ValueError, grid_model, prompt_template="{text}")
+    refused("one number.*nothing would be learned", RelishConfigError, grid_model, grid=[5], normalize_grid=True)
     refused("num_labels=2", RelishConfigError, grid_model, num_labels=2)
     refused("backbone_layer=None", ValueError, grid_model, backbone_layer=2)
     refused("normalize_grid=True", RelishConfigError, grid_model, objective="mbr")
@@ -252,6 +255,29 @@ def test_what_cannot_be_trained_or_asked_is_named(tmp_path):
     for given in ({"inputs_embeds": embeddings}, {"hidden_states": embeddings}, {}):
         refused("input_ids", ValueError, grid_model(), **given)
     refused("refinement steps", ValueError, grid_model().predict_each_step, *padded([[1, 2]]))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_numbers_of_new_tokens_are_saved_with_their_untrained_rows(base, tmp_path, caplog):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["<bad>", "<good>"])
+    language_model = AutoModelForCausalLM.from_pretrained(base)
+    language_model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    settings = {"grid": {"<bad>": 1, "<good>": 5}, "tokenizer": tokenizer}
+    model = grid_model(language_model, **settings)
+    expected = model.predict(TEXTS[:4], tokenizer)
+    model.save_pretrained(tmp_path / "out")
+    again = RelishForSequenceRegression.from_pretrained(tmp_path / "out")
+    assert np.array_equal(again.predict(TEXTS[:4], tokenizer), expected)
+    with pytest.raises(NumberGridError, match="another tokenizer"):
+        again.predict(TEXTS[:1], TOKENIZERS["gpt2"]())
+    plain = grid_model(AutoModelForCausalLM.from_pretrained(base))
+    assert (model.config.backbone_name_or_path, plain.config.backbone_name_or_path) == (None, base)
+    tuned = get_peft_model(model, LoraConfig(r=1, target_modules=["q_proj"], task_type="SEQ_CLS"))
+    logging.enable_propagation()
+    tuned.base_model.model.save_pretrained(tmp_path / "adapter")
+    logging.disable_propagation()
+    assert "weights are not saved with the adapter" in caplog.text
 
 
 def test_longest_prompt_leaves_room_for_the_numbers(tmp_path):

@@ -313,3 +313,9 @@ def test_clean_process_stays_off_the_network_and_in_its_cache(tmp_path):
     assert list(work.iterdir()) == []
     outside = [p for p in files_below(home) if (home / ".cache" / "huggingface") not in p.parents]
     assert outside == []
+
+
+def test_a_number_whose_square_is_infinite_has_a_finite_error():
+    found = regression_metrics([1e200, 1.0, 2.0, 3.0], [1.0, 1.0, 2.0, 3.0], label_range=(0, 5))
+    assert found["rmse"] == pytest.approx(0.5e200)
+    assert found["nrmse"] == pytest.approx(1e199)

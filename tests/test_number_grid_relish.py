@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from modeling_relish import RelishConfig
 from modeling_relish.backbone_relish import NonFiniteStatesError
-from modeling_relish.number_grid_relish import NumberGrid, NumberGridError, TokenTrie, check_can_learn
+from modeling_relish.number_grid_relish import NumberGrid, NumberGridError, TokenTrie
 from modeling_relish.text_relish import TemplateError
 
 MONTHS = {"January": 1, "February": 2, "March": 3, "April": 4, "May": 5}
@@ -131,10 +131,6 @@ def test_a_prompt_that_a_tokenizer_begins_with_bos_or_that_has_braces_in_it():
         (lambda: NumberGrid.from_setting(5), "got 5"),
         (lambda: NumberGrid.words({}), "empty"),
         (lambda: NumberGrid.from_setting({"values": [1, 10], "terminater": "\n"}), "no .'terminater'"),
-        (
-            lambda: check_can_learn(NumberGrid((5,)), normalize=True),
-            "'5' is the grid's only number.*nothing would be learned",
-        ),
     ],
 )
 def test_grid_that_cannot_be_meant_is_told(make, match):
@@ -240,6 +236,14 @@ def test_settings_a_user_writes_and_tokens_that_are_known_stay():
     assert known.resolve(None, "{text}") is known
 
 
+def test_tokens_that_were_found_are_of_no_use_to_another_tokenizer_or_prompt():
+    tokenizer = tokenizer_of("digit")
+    found = NumberGrid((1, 2)).resolve(tokenizer, "{text}\nScore:")
+    assert found.resolve(tokenizer, "{a} {b}\nScore:") is found  # the same end
+    with pytest.raises(NumberGridError, match="another tokenizer or another end.*'1' has"):
+        found.resolve(tokenizer_of("byte"), "{text}\nScore:")
+
+
 def test_a_saved_tokenizer_finds_the_same_tokens(tmp_path):
     for name in MAKERS:
         tokenizer_of(name).save_pretrained(tmp_path)
@@ -276,7 +280,7 @@ def test_trie_runs_every_common_beginning_once_and_adds_up_its_tokens(sequences)
 def test_an_overflow_at_a_number_raises_and_is_no_nan():
     logits = torch.zeros(1, 2, 9)
     logits[0, 0, 4] = -torch.inf
-    with pytest.raises(NonFiniteStatesError, match="grid"):
+    with pytest.raises(NonFiniteStatesError, match="logits"):
         TokenTrie([(4,), (5, 1)]).log_probs(logits)
 
 

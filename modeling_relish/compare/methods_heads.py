@@ -59,9 +59,14 @@ class Head(Method):
             return reason
         return bench.why_no_language_model if self.head_type in ("special_token", "final_logits_mlp") else None
 
+    @property
+    def _short_fit(self) -> tuple[str, float]:
+        """Kind of head and its usual rate, by which layers are compared."""
+        return self.head_type, self._rates("frozen")[0]
+
     def needs_layer_search(self, bench: Workbench) -> bool:
         """Whether its layer is searched, and is not known yet."""
-        return self.searched and not bench.layer_is_known(self.head_type, self._rates("frozen")[0])
+        return self.searched and not bench.layer_is_known(*self._short_fit)
 
     def layers(self, bench: Workbench, regime: str) -> list[int | None]:
         """Return the layer that it reads, where states are kept."""
@@ -70,7 +75,7 @@ class Head(Method):
     def _layer(self, bench: Workbench) -> int | None:
         if not self.searched:
             return None
-        best = bench.layer_search(self.head_type, self._rates("frozen")[0])["best"]
+        best = bench.layer_search(*self._short_fit)["best"]
         return None if best == bench.config.num_hidden_layers else best
 
     def grid(self, regime: str) -> Sequence[Settings]:
@@ -135,7 +140,7 @@ class Head(Method):
     def _with_notes(self, bench: Workbench, outcome: Outcome) -> Outcome:
         if not self.searched:
             return outcome
-        search = bench.layer_search(self.head_type, self._rates("frozen")[0])
+        search = bench.layer_search(*self._short_fit)
         note = (
             f"layer {search['best']} of {search['of']} by validation; the search, once for this head and data set, took "
             f"{search['seconds']:.0f} s and counts under extraction"

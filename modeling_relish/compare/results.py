@@ -260,4 +260,4 @@ def _without_nan(value: Any) -> Any:
 
 
 def _same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other)) or abs(one - other) <= _TOLERANCE
+    return (math.isnan(one) and math.isnan(other)) or abs(one - other) <= _TOLERANCE

@@ -53,7 +53,7 @@ class Workbench:
     layer_settings: dict[str, Any] = field(default_factory=dict)
     plain_prompt: bool = False
     upcoming: list[int | None] = field(default_factory=list)
-    _searches: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
+    _searches: dict[tuple[str, float], dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -123,32 +123,26 @@ class Workbench:
 
     def layer_is_known(self, head_type: str, learning_rate: float) -> bool:
         """Whether the search has been done for a kind of head, at its learning rate, on these rows and weights."""
-        return head_type in self._searches or self._kept_search(head_type, learning_rate) is not None
+        kept = self._kept(self._search_file(head_type), learning_rate=learning_rate)
+        return (head_type, learning_rate) in self._searches or kept is not None
 
     def layer_search(self, head_type: str, learning_rate: float) -> dict[str, Any]:
         """Return which layer a kind of head reads best by validation: `found` (layer -> Pearson), `best`, `of`, `seconds`.
 
         Every kind has its own search, at its own usual rate: what one reads best need not be what another does.
         """
-        if head_type not in self._searches:
-            kept = self._kept_search(head_type, learning_rate)
-            self._searches[head_type] = kept or self._search(head_type, learning_rate)
-        return self._searches[head_type]
-
-    def _kept_search(self, head_type: str, learning_rate: float) -> dict[str, Any] | None:
-        kept = self._kept(self._search_file(head_type))
-        return kept if kept is not None and kept.get("learning_rate") == learning_rate else None
+        which = (head_type, learning_rate)
+        if which not in self._searches:
+            kept = self._kept(self._search_file(head_type), learning_rate=learning_rate)
+            self._searches[which] = kept or self._search(head_type, learning_rate)
+        return self._searches[which]
 
     def _search(self, head_type: str, learning_rate: float) -> dict[str, Any]:
         model = on_device(self.model(head_type=head_type))
         args = RelishTrainingArguments(
-            output_dir=str(self.folder),
-            disable_tqdm=True,
-            seed=0,
-            features_dir=self.features_dir,
-            report_to="none",
+            output_dir=str(self.folder), disable_tqdm=True, seed=0, features_dir=self.features_dir, report_to="none",
             learning_rate=learning_rate,
-        )
+        )  # fmt: skip
         started = time.monotonic()
         train, validation = self.task.splits["train"], self.task.splits["validation"]
         found = RelishTrainer.search_layer(model, train, validation, self.tokenizer, args=args, **self.layer_settings)
@@ -167,11 +161,11 @@ class Workbench:
             "layer_settings": settings,
         }  # fmt: skip
 
-    def _kept(self, file: Path) -> dict[str, Any] | None:
-        """Read a note that was kept, where it is about these rows, these weights and these settings."""
+    def _kept(self, file: Path, **more: Any) -> dict[str, Any] | None:
+        """Read a note that was kept, where it is about these rows, these weights and these settings, and `more` of them."""
         with contextlib.suppress(OSError, ValueError):
             values = json.loads(file.read_text(encoding="utf-8"))
-            if all(values.get(name) == value for name, value in self._identity.items()):
+            if all(values.get(name) == value for name, value in {**self._identity, **more}.items()):
                 return values
         return None
 

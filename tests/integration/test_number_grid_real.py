@@ -8,7 +8,7 @@ from tiny import TEXTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_relish import RelishForSequenceRegression
-from modeling_relish.decoding import _examples_prefix, _prompts, decode_numbers
+from modeling_relish.decoding import decode_numbers
 from modeling_relish.number_grid_relish import NumberGrid
 
 pytestmark = pytest.mark.integration
@@ -68,13 +68,22 @@ def test_examples_shown_once_are_examples_in_every_prompt(language_model, tokeni
     written = decode_numbers(
         language_model, tokenizer, THREE, prompt_template=shown.replace("{", "{{").replace("}", "}}") + TEMPLATE
     )
-    kept = _prompts(THREE, TEMPLATE, tokenizer, 512, "longest_first", after_examples=True)
-    for text, row in zip(
-        THREE, kept, strict=True
-    ):  # the tokens of running text: two line ends before words are two tokens
-        whole = _examples_prefix(examples, TEMPLATE, tokenizer) + row
-        assert whole == tokenizer(shown + TEMPLATE.format(text=text))["input_ids"]
     found = decode_numbers(language_model, tokenizer, THREE, prompt_template=TEMPLATE, examples=examples)
     assert found.texts == written.texts
     assert found.values.tolist() == written.values.tolist()
     assert found.not_numbers == 0
+
+
+def test_the_tokens_behind_examples_are_those_of_running_text(language_model, tokenizer):
+    # Two line ends are one token by themselves, and two before words.
+    examples = [(TEXTS[2], 4.5), (TEXTS[3], 0.5)]
+    shown = "".join(f"Text: {text}\nScore: {label:.1f}\n\n" for text, label in examples)
+    read = []
+    hook = language_model.register_forward_pre_hook(
+        lambda _m, args, kwargs: read.extend(kwargs["input_ids"][0].tolist()), with_kwargs=True
+    )
+    for text in THREE:
+        decode_numbers(language_model, tokenizer, [text], prompt_template=TEMPLATE, examples=examples, max_new_tokens=1)
+        assert read == tokenizer(shown + TEMPLATE.format(text=text))["input_ids"]
+        read.clear()
+    hook.remove()
