@@ -133,8 +133,13 @@ def load_scorer(
 
 
 def whole_config_type(name: str) -> str:
-    """Return the model type of a checkpoint by its name; an adapter's folder is a RELISH model's."""
+    """Return the model type of a checkpoint by its name; the folder of an adapter with a config is a RELISH model's."""
     if (Path(name) / "adapter_config.json").exists():
+        if not (Path(name) / "config.json").exists():
+            raise ValueError(
+                f"{name} has an adapter of a language model alone: put it on its base model, save what merge_and_unload() of it "
+                "returns with the tokenizer, and ask that."
+            )
         return "relish"
     with reading(f"the model {name!r}"):
         return AutoConfig.from_pretrained(base_path(name), trust_remote_code=False).model_type

@@ -74,8 +74,11 @@ def train(
         str, typer.Option(help="A layer's number, 'middle', 'last', or 'auto' to search.")
     ] = "middle",
     head: Annotated[
-        Head, typer.Option(help="relish, linear, mlp; or on the language model's own words, number_grid and others.")
-    ] = Head.relish,
+        Head | None,
+        typer.Option(
+            help="relish (the default), linear, mlp; or on the language model's own words, number_grid and others."
+        ),
+    ] = None,
     pooling: Annotated[str, typer.Option(help="mean, last or first token (linear, mlp).")] = "mean",
     objective: Annotated[
         Objective, typer.Option(help="huber or mse; raft, mbr or cross_entropy train the language model's own numbers.")
@@ -85,7 +88,10 @@ def train(
     ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the training rows.")] = 8.0,
     learning_rate: Annotated[
-        float | None, typer.Option(help="Default 3e-4 for relish, 1e-3 for other heads, 2e-4 with --lora.")
+        float | None,
+        typer.Option(
+            help="Default 3e-4 for relish, 1e-3 for other heads; 2e-4 with --lora, 2e-5 with --train-backbone."
+        ),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 32,
     weight: Annotated[str | None, typer.Option(help="Column with a weight per row.")] = None,
@@ -129,8 +135,7 @@ def train(
     if lora and train_backbone:
         raise ValueError("--lora trains an adapter, --train-backbone every weight: choose one of them.")
     peft_config = lora_config(lora_rank) if lora else None
-    if objective.value in GRID_OBJECTIVES:
-        head = Head.number_grid
+    head = head_for(head, objective)
     reads_end = head in (Head.number_grid, Head.special_token, Head.final_logits_mlp)
     if head is Head.number_grid and not (lora or train_backbone):
         raise ValueError("the language model's own numbers are trained with --lora or --train-backbone.")
@@ -185,7 +190,7 @@ def train(
         shutil.rmtree(work, ignore_errors=True)
     args = RelishTrainingArguments(
         output_dir=str(work), num_train_epochs=epochs, per_device_train_batch_size=batch_size,
-        learning_rate=learning_rate or (2e-4 if lora else 3e-4 if head is Head.relish else 1e-3),
+        learning_rate=learning_rate or usual_rate(head, lora=lora, train_backbone=train_backbone),
         freeze_backbone=not train_backbone,
         label_columns=list(label), eval_strategy="epoch", save_strategy="epoch", save_total_limit=1, logging_strategy="epoch",
         load_best_model_at_end=True, metric_for_best_model="pearson", greater_is_better=True, warmup_steps=0.1,
@@ -212,6 +217,29 @@ def train(
     shutil.rmtree(work)
     show_metrics({name: strip_prefix(metrics, name) for name, metrics in report.items()})
     say(f"saved to {output}; use it with: relish predict {output} table.csv --output scored.csv")
+
+
+def head_for(head: Head | None, objective: Objective) -> Head:
+    """Return the head that was chosen, or the one that the objective needs.
+
+    Raises:
+        ValueError: for a head that has no probabilities of numbers, where the objective is about them.
+    """
+    if objective.value not in GRID_OBJECTIVES:
+        return head or Head.relish
+    if head not in (None, Head.number_grid):
+        raise ValueError(
+            f"--objective {objective.value} trains the language model's own numbers, which a {head.value} head does not read: "
+            "leave out --head, or choose --objective huber or mse."
+        )
+    return Head.number_grid
+
+
+def usual_rate(head: Head, *, lora: bool, train_backbone: bool) -> float:
+    """Return the learning rate where none is given; that of a whole language model is what it is fine-tuned by elsewhere."""
+    if train_backbone or lora:
+        return 2e-5 if train_backbone else 2e-4
+    return 3e-4 if head is Head.relish else 1e-3
 
 
 def check_same_run(work: Path, now: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from .backbone_relish import BackboneError, first_position
-from .language_model_relish import no_tree_mask, unwrapped, whole_states_for_the_output
+from .language_model_relish import no_tree_mask, odd_layers, unwrapped, whole_states_for_the_output
 from .number_grid_relish import decimal_step, decimals_of, number_strings
 from .packed_decoding import SharedPrefix
 from .text_relish import PromptTemplate, encode_rows, prompt_row, tokenize
@@ -109,7 +109,8 @@ def decode_numbers(
             ids, prefix = [prefix + row for row in ids], []
         if num_samples:
             torch.manual_seed(seed)
-        batches = _batches([len(row) for row in ids], batch_size, cache)
+        may_pad = cache is None or _counts_no_padding(language_model, cache)
+        batches = _batches([len(row) for row in ids], batch_size, may_pad=may_pad)
         for rows in logging.tqdm(batches, desc="decode", unit="batch", disable=not show_progress_bar):
             prompts = [ids[i] for i in rows]
             if packed is not None:
@@ -239,13 +240,16 @@ def _read_prompts(
     return cache
 
 
-def _batches(lengths: list[int], batch_size: int, cache: DynamicCache | None) -> list[list[int]]:
-    """Return row numbers, the longest rows first.
+def _counts_no_padding(model: PreTrainedModel, cache: DynamicCache) -> bool:
+    """Whether padding may lie between the examples and a shorter row: a sliding window would count it.
 
-    Padding lies between the examples and a shorter row. A sliding window would count it: then rows of one length alone go
-    together.
+    So may an attention that makes its own mask (GPT-Neo's local layers).
     """
-    may_pad = cache is None or all(type(layer) is DynamicLayer for layer in cache.layers)
+    return all(type(layer) is DynamicLayer for layer in cache.layers) and odd_layers(model) is None
+
+
+def _batches(lengths: list[int], batch_size: int, *, may_pad: bool) -> list[list[int]]:
+    """Return row numbers, the longest rows first; those of one length alone go together where none may be padded."""
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         last = batches[-1] if batches else []

@@ -68,7 +68,7 @@ def own_log_probs(
     ids, mask = pad_left(
         torch.cat([input_ids, targets[:, :-1]], dim=1), torch.cat([attention_mask.bool(), real[:, :-1]], dim=1)
     )
-    if _odd_layers(model) is None:
+    if odd_layers(model) is None:
         logits = run_masked(model, ids, mask.long(), mask.long().cumsum(1).sub(1).clamp(min=0), length)
     else:
         logits = _without_padding(ids, mask, lambda rows: _last(run_masked(model, *_all_tokens(rows), length), length))
@@ -85,7 +85,7 @@ def last_logits(model: nn.Module, input_ids: torch.Tensor, attention_mask: torch
     """Return (B, V) logits after the prompt's last token; arguments and errors as [`grid_log_probs`]."""
     check_rows(attention_mask)
     ids, mask = pad_left(input_ids, attention_mask)
-    if _odd_layers(model) is None:
+    if odd_layers(model) is None:
         logits = run_masked(model, ids, mask.long(), mask.long().cumsum(1).sub(1).clamp(min=0), 1)
     else:
         logits = _without_padding(ids, mask, lambda rows: run_masked(model, *_all_tokens(rows), 1))
@@ -108,7 +108,7 @@ def no_tree_mask(model: nn.Module) -> str | None:
     kernel = getattr(config, "_attn_implementation", None)
     if kernel not in _MASKED_KERNELS:
         return f"{name} runs under attn_implementation={kernel!r}, which takes no mask but padding (sdpa and eager do)"
-    if (reason := _odd_layers(model)) is not None:
+    if (reason := odd_layers(model)) is not None:
         return reason
     types = set(getattr(config, "layer_types", None) or ())
     if len(types) > 1 and not _decoder_says(causal, "causal_mask_mapping := attention_mask"):
@@ -118,7 +118,7 @@ def no_tree_mask(model: nn.Module) -> str | None:
     return None
 
 
-def _odd_layers(model: nn.Module) -> str | None:
+def odd_layers(model: nn.Module) -> str | None:
     """Say why a model's layers may read padding, or take no mask of ours; `None` for transformers' common attention."""
     causal = unwrapped(model)
     name = type(causal).__name__

@@ -87,12 +87,14 @@ def grid_diagnostics(log_probs: torch.Tensor) -> torch.Tensor:
 
 
 def relish_model(
-    model: Any, args: RelishTrainingArguments, number_grid: Any, tokenizer: Any, prompt_template: str
+    model: Any, args: RelishTrainingArguments, number_grid: Any, tokenizer: Any, prompt_template: str | None
 ) -> RelishForSequenceRegression | LanguageModelRegression:
     """Return the RELISH model, or what stands for one beside a plain causal language model."""
     if isinstance(model, RelishForSequenceRegression):
-        if number_grid is not None:
-            raise RelishConfigError("a RELISH model has its number grid from from_backbone(number_grid=...).")
+        given = {"number_grid": number_grid, "prompt_template": prompt_template, "normalize_grid": args.normalize_grid}
+        for name, value in given.items():
+            if value is not None and (name == "number_grid" or value != getattr(model.config, name)):
+                raise RelishConfigError(f"a RELISH model has its {name} from from_backbone({name}=...).")
         return model
     if number_grid is None or not isinstance(model, PreTrainedModel):
         raise RelishConfigError(
@@ -100,5 +102,6 @@ def relish_model(
             f"{type(model).__name__}{'' if number_grid is None else ' with a number_grid'}."
         )
     return LanguageModelRegression(
-        model, number_grid, tokenizer, prompt_template, args.max_length, args.objective or "raft", args.normalize_grid
-    )
+        model, number_grid, tokenizer, prompt_template or RelishConfig.prompt_template, args.max_length,
+        args.objective or "raft", args.normalize_grid,
+    )  # fmt: skip

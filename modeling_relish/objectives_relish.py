@@ -146,10 +146,16 @@ def grid_loss(
 
 def nearest_number(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return (B, 1) places in (G,) `values` of the number nearest to each of (B, 1) targets, the lower of two as near."""
-    # In fp64: two values as near as each other must stay so. The lower one wins, as the first in order.
+    # As near as fp32 can tell: 0.25 lies as far from 0.2 as from 0.3, and their fp32 values do not. The first in order wins.
     ascending = torch.argsort(values.detach())
-    distances = (targets.double() - values.detach().double()[ascending]).abs()
-    return ascending[distances.argmin(1, keepdim=True)]
+    in_order = values.detach().double()[ascending]
+    targets = targets.double().clamp(
+        in_order[0], in_order[-1]
+    )  # beyond an end, that is the nearest; and rounding is small
+    distances = (targets - in_order).abs()
+    rounding = torch.finfo(torch.float32).eps / 2 * (targets.abs() + in_order.abs())
+    as_near = distances - rounding <= (distances + rounding).amin(1, keepdim=True)
+    return ascending[as_near.int().argmax(1, keepdim=True)]
 
 
 def grid_probs(log_probs: torch.Tensor, normalize: bool = False) -> torch.Tensor:

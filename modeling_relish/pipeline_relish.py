@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, Pipeline, TextClassificationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
+from .number_grid_relish import NumberGrid
 from .text_relish import PromptTemplate, encode_rows
 
 
@@ -15,6 +16,9 @@ def _preprocess(pipeline: Pipeline, inputs: Any, truncation: str | None) -> dict
     """Turn one text, pair or dict into the model's input, through the template and its way of cutting."""
     config = pipeline.model.config
     template = PromptTemplate(config.prompt_template)
+    if config.number_grid is not None and getattr(pipeline, "_grid_is_of", None) is not pipeline.tokenizer:
+        NumberGrid.from_setting(config.number_grid).check_resolved(pipeline.tokenizer, config.prompt_template)
+        pipeline._grid_is_of = pipeline.tokenizer  # type: ignore[attr-defined]
     # All of the iterator, for the warning that the text was cut comes after the last row.
     (ids,) = encode_rows([inputs], template, pipeline.tokenizer, config.max_length, truncation or config.truncation)
     return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}

@@ -17,7 +17,6 @@ from transformers.utils import logging
 from .adapter_relish import complete_adapter
 from .adapter_training import check_adapted, wrap_model
 from .configuration_checks_relish import AUTO_LAYER, GRID_OBJECTIVES, OBJECTIVES, RelishConfigError
-from .configuration_relish import RelishConfig
 from .data import TableError
 from .data_collator import RelishCollator
 from .features import FeatureCache, FeatureDataset
@@ -80,7 +79,7 @@ class RelishTrainer(HubTrainer):
         compute_metrics: Callable[[Any], dict[str, float]] | None = None,
         peft_config: Any = None,
         number_grid: Any = None,
-        prompt_template: str = RelishConfig.prompt_template,
+        prompt_template: str | None = None,
         **kwargs: Any,
     ) -> None:
         if args is None:

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny import BACKBONES, SCORES, TEXTS, TOKENIZERS
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from modeling_relish.cli_numbers import Method, load_scorer, parse_grid
 from modeling_relish.cli_shared import load_model
 from modeling_relish.decoding import decode_numbers
 from modeling_relish.number_grid_relish import NumberGrid, NumberGridError
+from modeling_relish.trainer import RelishTrainer
 
 # peft asks transformers by a name that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -181,10 +183,31 @@ def test_raft_with_lora_from_table_to_scores(language_model, table, tmp_path):
     assert len(column(tmp_path / "decoded.csv")) == 40
 
 
+@pytest.mark.parametrize("trained", [["--lora"], ["--train-backbone"]])
+def test_huber_over_a_number_grid_from_the_command_line(trained, language_model, table, tmp_path, monkeypatch):
+    rates = []
+    original = RelishTrainer.train
+    monkeypatch.setattr(
+        RelishTrainer, "train", lambda self, **kw: rates.append(self.args.learning_rate) or original(self, **kw)
+    )
+    run(
+        "train", table, "--label", "score", "--backbone", language_model, "--output", tmp_path / "out", "--head", "number_grid",
+        "--objective", "huber", *trained, "--epochs", 1, "--batch-size", 16, "--label-min", 0, "--label-max", 5,
+    )  # fmt: skip
+    loaded = RelishForSequenceRegression.from_pretrained(tmp_path / "out")
+    assert (loaded.config.head_type, loaded.config.objective) == ("number_grid", "huber")
+    assert np.isfinite(loaded.predict(texts_of(table)[:4])).all()
+    assert rates == [2e-4 if trained == ["--lora"] else 2e-5]  # 1e-3 would wreck a language model
+
+
 def test_what_does_not_go_together_is_told(language_model, table, tmp_path, monkeypatch, capsys):
     train = ["train", table, "--label", "score", "--backbone", language_model, "--output", tmp_path / "out"]
     assert "--lora" in refused(monkeypatch, capsys, *train, "--objective", "raft")
     assert "--grid" in refused(monkeypatch, capsys, *train, "--grid", "0:5")
+    assert "leave out --head" in refused(monkeypatch, capsys, *train, "--head", "mlp", "--objective", "raft", "--lora")
+    assert "leave out --head" in refused(
+        monkeypatch, capsys, *train, "--head", "relish", "--objective", "mbr", "--lora"
+    )
     ask = ["predict", language_model, table, "--output", tmp_path / "o.csv"]
     assert "--method" in refused(monkeypatch, capsys, *ask)
     assert "--template" in refused(monkeypatch, capsys, *ask, "--method", "rail")
@@ -192,4 +215,12 @@ def test_what_does_not_go_together_is_told(language_model, table, tmp_path, monk
     ask[1] = tmp_path / "out"
     assert "its states" in refused(monkeypatch, capsys, *ask, "--method", "decode")
     assert "--template" in refused(monkeypatch, capsys, *ask, "--template", TYPED)
+    adapter = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(language_model), LoraConfig(target_modules=["q_proj"])
+    )
+    ask[1] = tmp_path / "adapter"
+    adapter.save_pretrained(ask[1])
+    assert "merge_and_unload" in refused(
+        monkeypatch, capsys, *ask, "--method", "rail", "--template", TYPED, "--grid", "0:5"
+    )
     assert not (tmp_path / "o.csv").exists()

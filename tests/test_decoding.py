@@ -88,6 +88,20 @@ def test_examples_shown_once_are_examples_written_into_every_prompt(kind, kernel
     assert found.texts != alone.texts  # they are looked at
 
 
+def test_a_window_of_a_kind_of_its_own_counts_no_padding_behind_the_examples():
+    tokenizer, model = (
+        TOKENIZERS["llama"](),
+        tiny_language_model("gpt_neo", kernel="eager", max_position_embeddings=512, window_size=40),
+    )
+    rows = TEXTS[:12]
+    alone = [
+        decode_numbers(model, tokenizer, [row], prompt_template=TEMPLATE, examples=EXAMPLES).texts[0] for row in rows
+    ]
+    found = decode_numbers(model, tokenizer, rows, prompt_template=TEMPLATE, examples=EXAMPLES, batch_size=6)
+    assert found.texts == alone
+    assert len(set(map(tuple, alone))) > 1
+
+
 def test_prompt_that_ends_in_white_space_has_its_label_right_behind():
     tokenizer, model = TOKENIZERS["qwen3"](), tiny_language_model("qwen3")
     template, shown = "Text: {text}\nScore: ", SHOWN

@@ -2,6 +2,7 @@
 
 import json
 import math
+from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +21,7 @@ from modeling_relish.backbone_relish import BackboneError
 from modeling_relish.configuration_checks_relish import RelishConfigError
 from modeling_relish.lm_heads_relish import FinalLogitsHead
 from modeling_relish.number_grid_relish import NumberGrid, NumberGridError
-from modeling_relish.objectives_relish import LabelError, grid_loss
+from modeling_relish.objectives_relish import LabelError, grid_loss, nearest_number
 
 pytestmark = pytest.mark.usefixtures("workbench")
 
@@ -147,6 +148,21 @@ def test_predict_pipelines_and_metrics_say_one_number(base, tmp_path):
         assert found[f"eval_{name}"] == pytest.approx(metrics[name], rel=1e-4)
 
 
+@pytest.mark.parametrize("values", [[5, 1, 3, 2, 4], [i / 10 for i in range(51)], [i / 100 for i in range(100)]])
+def test_the_lower_of_two_numbers_as_near_is_the_nearest_in_decimals(values):
+    """The oracle counts in thousandths: 0.25 lies as far from 0.2 as from 0.3, in fp32 it does not."""
+    labels = [i / 1000 for i in range(-100, 5200, 5)] + [0.123456, 1e6]
+    exact = [Fraction(str(v)) for v in values]
+    wanted = [min(exact, key=lambda v, y=Fraction(str(y)): (abs(y - v), v)) for y in labels]
+    found = nearest_number(torch.tensor(values), torch.tensor(labels)[:, None])
+    assert [exact[i] for i in found[:, 0].tolist()] == wanted
+
+
+def test_small_numbers_beside_huge_ones_keep_their_own_nearest():
+    values, labels = torch.tensor([0, 1e-3, 1, 1e6]), torch.tensor([[1e-3], [4e-4], [0.5005], [7e5]])
+    assert nearest_number(values, labels)[:, 0].tolist() == [1, 0, 1, 3]
+
+
 @pytest.mark.parametrize("learn_values", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])  # the last two share embedding and output layer
 def test_saved_head_and_saved_whole_come_back_to_the_bit(kind, learn_values, tmp_path):
@@ -271,6 +287,9 @@ def test_numbers_of_new_tokens_are_saved_with_their_untrained_rows(base, tmp_pat
     assert np.array_equal(again.predict(TEXTS[:4], tokenizer), expected)
     with pytest.raises(NumberGridError, match="another tokenizer"):
         again.predict(TEXTS[:1], TOKENIZERS["gpt2"]())
+    for task in ("text-regression", "text-classification"):
+        with pytest.raises(NumberGridError, match="another tokenizer"):
+            pipeline(task, model=again, tokenizer=TOKENIZERS["gpt2"]())(TEXTS[0])
     plain = grid_model(AutoModelForCausalLM.from_pretrained(base))
     assert (model.config.backbone_name_or_path, plain.config.backbone_name_or_path) == (None, base)
     tuned = get_peft_model(model, LoraConfig(r=1, target_modules=["q_proj"], task_type="SEQ_CLS"))

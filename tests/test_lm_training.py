@@ -40,7 +40,7 @@ def make(tmp_path):
 
 def make_lm_trainer(folder, model=None, rows=None, grid=GRID, **kwargs):
     """Return a RelishTrainer over a plain causal language model, as `make_trainer`."""
-    trainer_arguments = {"eval_dataset", "processing_class", "compute_metrics", "prompt_template"}
+    trainer_arguments = {"eval_dataset", "processing_class", "compute_metrics", "prompt_template", "peft_config"}
     own = {"processing_class": TOKENIZER, "number_grid": grid, "prompt_template": TEMPLATE}
     own |= {name: kwargs.pop(name) for name in trainer_arguments & set(kwargs)}
     fixed = {"output_dir": str(folder / "out"), "use_cpu": True, "report_to": "none", "disable_tqdm": True}
@@ -131,7 +131,9 @@ def test_first_predictions_of_raft_are_those_of_rail_to_the_bit(normalize, make,
                           freeze_backbone=False, learning_rate=0.0)  # fmt: skip
     order = sorted(range(24), key=lambda i: -len(prompts(TOKENIZER)[i]))  # as predict orders them
     rows = Dataset.from_dict({"text": [TEXTS[i] for i in order]})
-    for own in (plain, headed):
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])  # its B is zero before the first step
+    adapted = make(objective="raft", normalize_grid=normalize, learning_rate=0.0, peft_config=lora)
+    for own in (plain, headed, adapted):
         assert (own.predict(rows).predictions[:, 0] == expected[order]).all()
         own.train()
         assert (own.predict(rows).predictions[:, 0] == expected[order]).all()
@@ -287,7 +289,10 @@ def test_what_is_not_a_causal_language_model_or_cannot_be_meant_is_named(make, t
             make(*args, **kwargs)
 
     refused("got LlamaForCausalLM", RelishConfigError, grid=None)
-    refused("from_backbone", RelishConfigError, grid_model())
+    refused("number_grid from from_backbone", RelishConfigError, grid_model())
+    own = {"grid": None, "prompt_template": None}
+    refused("prompt_template from from_backbone", RelishConfigError, grid_model(), grid=None, prompt_template="{text}:")
+    refused("normalize_grid from from_backbone", RelishConfigError, grid_model(), normalize_grid=True, **own)
     refused("LlamaModel.*AutoModelForCausalLM", BackboneError, tiny_backbone("llama"))
     refused("bert is no causal", BackboneError, tiny_backbone("bert"))
     refused("processing_class", RelishConfigError, grid=[1, 2], processing_class=None)

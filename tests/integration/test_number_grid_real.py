@@ -48,6 +48,38 @@ def test_51_numbers_of_several_tokens_in_one_pass_equal_one_forward_for_each(nor
     assert np.ptp(wanted) > 0.01
 
 
+@pytest.mark.parametrize("objective", ["raft", "mbr", "cross_entropy"])
+def test_gradients_of_one_pass_are_those_of_a_forward_for_each_number(objective, language_model, tokenizer):
+    model = RelishForSequenceRegression.from_backbone(
+        language_model, head_type="number_grid", number_grid=[0, 2.5, 10], prompt_template=TEMPLATE, tokenizer=tokenizer,
+        normalize_grid=objective == "mbr", objective=objective,
+    )  # fmt: skip
+    rows, labels = prompts(tokenizer, THREE[:2]), torch.tensor([9.0, 2.0])
+    watched = [model.backbone.get_input_embeddings().weight, *model.backbone.model.layers[-1].parameters()]
+    for parameter in watched:
+        parameter.requires_grad_(True)
+    values = torch.tensor([0, 2.5, 10])
+    log_probs = torch.stack([
+        torch.stack([
+            language_model(input_ids=torch.tensor([[*row, *tokens]])).logits[0, len(row) - 1 : -1]
+            .log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).sum()
+            for tokens in model.score.trie.sequences
+        ])
+        for row in rows
+    ])  # fmt: skip
+    errors = labels[:, None] - values
+    loss = {
+        "raft": ((labels - log_probs.exp() @ values) ** 2).mean(),
+        "mbr": (log_probs.softmax(1) * errors**2).sum(1).mean(),
+        "cross_entropy": -(log_probs[0, 2] + log_probs[1, 1]) / 2,
+    }[objective]
+    expected = torch.autograd.grad(loss, watched)
+    found = model(*padded(rows, "left"), labels=labels).loss
+    torch.testing.assert_close(found, loss, rtol=1e-4, atol=0)
+    for own, wanted in zip(torch.autograd.grad(found, watched), expected, strict=True):
+        assert float((own - wanted).norm() / wanted.norm()) <= 1e-3  # of fp32 through 30 layers
+
+
 def test_padding_does_not_move_an_expected_number(language_model, tokenizer):
     model = RelishForSequenceRegression.from_backbone(
         language_model, head_type="number_grid", number_grid=[0, 1, 2, 3, 4, 5, 10], prompt_template=TEMPLATE,
