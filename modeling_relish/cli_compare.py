@@ -14,10 +14,12 @@ def compare(
     data: Annotated[
         str, typer.Argument(help="csv, tsv, jsonl, parquet, a folder with train/validation/test, or a hub id.")
     ],
-    label: Annotated[str, typer.Option(help="Column with the number to predict.")],
     output: Annotated[
         Path, typer.Option(help="Folder for results and report; a comparison in it that was interrupted goes on.")
     ],
+    label: Annotated[
+        str | None, typer.Option(help="Column with the number to predict; default: the one column of numbers.")
+    ] = None,
     methods: Annotated[
         str, typer.Option(help="all, or names with commas between; an unknown name lists them.")
     ] = "all",
@@ -54,7 +56,11 @@ def compare(
     """Run every method on a table, and write a report on what they give and what they cost."""
     from .compare import Options
     from .compare import compare as run
+    from .data import guess_label_column
 
+    if label is None:
+        label = guess_label_column(data)
+        say(f"label: {label}")
     found = run(
         data, output, methods=methods, backbones=backbone or [DEFAULT_BACKBONE], encoder=encoder, regimes=regimes,
         seeds=seeds, budget=budget, settings=settings, max_length=max_length, log=say, text=text, label=label,

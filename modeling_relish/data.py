@@ -38,6 +38,7 @@ __all__ = [
     "RowWriter",
     "TableError",
     "check_label",
+    "guess_label_column",
     "guess_text_columns",
     "label_matrix",
     "load_split",
@@ -194,6 +195,33 @@ def guess_text_columns(
     if not guess:
         raise TableError(f"{where}: none of the columns {list(first)} looks like text. Name the text columns.")
     return tuple(guess)
+
+
+def guess_label_column(source: Source, split: str | None = None) -> str:
+    """Return the one column of finite numbers in the first 1000 rows that is no id.
+
+    Args:
+        source: As in [`read_rows`].
+        split: Which of several splits; default train.
+
+    Raises:
+        TableError: for none or several, which are named: which of them is meant cannot be known.
+    """
+    head = list(islice(records(open_table(source, split, fallback="train"), split or "train"), GUESS_ROWS))
+    where, _, first = head[0]
+    numbers = [c for c in first if not ID_LIKE.fullmatch(c) and all(_is_number(row.get(c)) for _, _, row in head)]
+    if len(numbers) != 1:
+        raise TableError(
+            f"{where}: {f'{numbers} all have' if numbers else f'none of the columns {list(first)} has'} a number in every row. "
+            "Name the label column."
+        )
+    return numbers[0]
+
+
+def _is_number(value: Any) -> bool:
+    with suppress(TypeError, ValueError):
+        return not isinstance(value, bool) and math.isfinite(float(value))
+    return False
 
 
 def label_matrix(dataset: datasets.Dataset) -> np.ndarray:

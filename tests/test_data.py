@@ -11,6 +11,7 @@ from modeling_relish.data import (
     Columns,
     TableError,
     check_label,
+    guess_label_column,
     guess_text_columns,
     label_matrix,
     load_split,
@@ -192,6 +193,18 @@ def test_guess_in_typed_tables():
     both = datasets.DatasetDict(test=dataset.rename_column("text", "other"), train=dataset)
     assert guess_text_columns(both, ["score"]) == ("text",)
     assert guess_text_columns(both, ["score"], split="test") == ("other",)
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_label_is_the_one_column_of_numbers_or_it_is_asked_for(ending, tmp_path):
+    rows = [{"id": i, "text": f"t{i}", "year": "", "flag": True, "score": i / 2} for i in range(5)]
+    assert guess_label_column(save(tmp_path / f"one.{ending}", rows)) == "score"
+    two = [{**row, "other": 3} for row in rows]
+    with raises("['score', 'other'] all have a number"):
+        guess_label_column(save(tmp_path / f"two.{ending}", two))
+    rows[3]["score"] = "nan"
+    with raises("none of the columns", "'score'"):
+        guess_label_column(save(tmp_path / f"none.{ending}", rows))
 
 
 def test_guess_that_fails(tmp_path):
