@@ -38,6 +38,12 @@ def table(marker):
     return {cells[0].strip("* "): [c.strip("* ") for c in cells[1:]] for cells in rows[2:]}
 
 
+def header(marker):
+    """Names of the columns of that table, without the first."""
+    text = (ROOT / "README.md").read_text().split(f"<!-- {marker} -->")[1]
+    return [cell.strip() for cell in text.strip().splitlines()[0].strip("|").split("|")][1:]
+
+
 def test_readme_quotes_the_heads_results():
     results = json.loads((RESULTS / "heads-stsb.json").read_text())["rows"]
     rows = table("heads-stsb")
@@ -73,18 +79,31 @@ def test_goals_of_quality_are_met_by_the_files():
     assert json.loads((RESULTS / "demo.json").read_text())["test"]["RELISH"]["pearson"] >= 0.91
 
 
-def measured(folder, dataset):
-    """Rows of a table of `results/paper`."""
-    (found,) = [t for t in make_tables(read_results(RESULTS / "paper" / folder / "results")) if t.dataset == dataset]
+def measured(folder, dataset, backbone="SmolLM2"):
+    """Rows of a table of `results/paper`, the best first."""
+    tables = make_tables(read_results(RESULTS / "paper" / folder / "results"))
+    (found,) = [t for t in tables if t.dataset == dataset and t.backbone.startswith(backbone)]
     return found.rows
 
 
-def cells_of(row):
+def cells_of(row, metrics=("pearson", "spearman", "nrmse")):
     deterministic = len(row.runs) == 1
-    return [
-        f"{row.mean(m):.3f}" + ("" if deterministic else f" ± {row.spread(m):.3f}")
-        for m in ("pearson", "spearman", "nrmse")
-    ]
+    return [f"{row.mean(m):.3f}" + ("" if deterministic else f" ± {row.spread(m):.3f}") for m in metrics]
+
+
+def test_readme_quotes_every_frozen_method_and_relish_with_layer_search_leads():
+    rows = table("frozen")
+    columns = header("frozen")
+    for place, column in enumerate(columns):
+        found = {row.name: row for row in measured("frozen", *column.split(", "))}
+        own = found["RELISH, layer search"]
+        assert set(found) <= set(rows)
+        for name, cells in rows.items():
+            assert cells[place] == (cells_of(found[name], ["pearson"])[0] if name in found else "–"), (column, name)
+        for row in found.values():
+            assert len(row.runs) == 3 or row.runs[0].is_deterministic, (column, row.name)
+            spread = max(own.spread("pearson"), 0 if len(row.runs) == 1 else row.spread("pearson"))
+            assert row is own or own.mean("pearson") - row.mean("pearson") > spread, (column, row.name)
 
 
 def test_readme_quotes_the_language_models_own_numbers():
