@@ -22,7 +22,7 @@ def explain(
         str | None, typer.Option(help="Take the text from a table: csv, tsv, jsonl, parquet, folder of splits, hub id.")
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of a hub data set or a folder.")] = None,
-    row: Annotated[int, typer.Option(min=1, help="Which row of the table, from 1.")] = 1,
+    row: Annotated[int | None, typer.Option(min=1, help="Which row of the table, from 1; default: the first.")] = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Write explain.html (opens without network) or explain.png; default: the screen only."),
@@ -32,13 +32,15 @@ def explain(
     from .explain import FORMATS, ExplainError, explain, label, save
     from .text_relish import PromptTemplate
 
-    if (text is None) == (data is None):
+    if (text is None) == (data is None) or (text is not None and (row, split) != (None, None)):
         raise ExplainError("give the text with --text, or a table with --data and its --row: one of the two.")
+    if text is not None and not all(map(str.strip, text)):
+        raise ExplainError("--text is empty.")
     if output is not None and output.suffix.lower() not in FORMATS:  # before the model is loaded
         raise ExplainError(f"--output ends in {' or '.join(FORMATS)}, got {str(output)!r}.")
     scorer = load_model(model)
     fields = PromptTemplate(scorer.config.prompt_template).fields
-    example: Any = tuple(text) if text is not None else _row(str(data), split, row, fields)
+    example: Any = tuple(text) if text is not None else _row(str(data), split, row or 1, fields)
     (explanation,) = explain(scorer, [example])
     table = Table("after step", "prediction", "most read")
     for step in range(len(explanation.predictions)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations, islice
@@ -198,7 +198,9 @@ def guess_text_columns(
 
 
 def guess_label_column(source: Source, split: str | None = None) -> str:
-    """Return the one column of finite numbers in the first 1000 rows that is no id.
+    """Return the one column that has numbers in most of the first 1000 rows and is no id.
+
+    A cell of it that is no number is the loader's to refuse, with its row.
 
     Args:
         source: As in [`read_rows`].
@@ -209,19 +211,20 @@ def guess_label_column(source: Source, split: str | None = None) -> str:
     """
     head = list(islice(records(open_table(source, split, fallback="train"), split or "train"), GUESS_ROWS))
     where, _, first = head[0]
-    numbers = [c for c in first if not ID_LIKE.fullmatch(c) and all(_is_number(row.get(c)) for _, _, row in head)]
+    cells = {c: [_like_number(row.get(c)) for _, _, row in head] for c in first if not ID_LIKE.fullmatch(c)}
+    numbers = [c for c, found in cells.items() if 2 * sum(found) >= len(found)]
     if len(numbers) != 1:
         raise TableError(
-            f"{where}: {f'{numbers} all have' if numbers else f'none of the columns {list(first)} has'} a number in every row. "
+            f"{where}: {f'{numbers} all have' if numbers else f'none of the columns {list(first)} has'} numbers. "
             "Name the label column."
         )
     return numbers[0]
 
 
-def _is_number(value: Any) -> bool:
-    with suppress(TypeError, ValueError):
-        return not isinstance(value, bool) and math.isfinite(float(value))
-    return False
+def _like_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return bool(re.search(r"\d", value)) and bool(NO_TEXT.fullmatch(value))
+    return isinstance(value, Number) and not isinstance(value, bool)
 
 
 def label_matrix(dataset: datasets.Dataset) -> np.ndarray:
@@ -265,14 +268,22 @@ def load_splits(
             tables[name] = open_table(own, None, fallback=name)
     splits = {name: load_split(tables[name], columns, name=name) for name in order if name in tables}
     texts = {name: list(zip(*(data[c] for c in columns.text), strict=True)) for name, data in splits.items()}
-    for a, b in combinations(texts, 2):
-        if shared := len(set(texts[a]) & set(texts[b])):
-            logger.warning(f"{shared} text(s) of the {b} data are in the {a} data too: its figures will flatter.")
+    for message in shared_texts(texts):
+        logger.warning(message)
     fractions = {"validation": validation_fraction, **({"test": test_fraction} if test_fraction != 0 else {})}
     if missing := {name: fraction for name, fraction in fractions.items() if name not in splits}:
         parts = _deal(texts["train"], missing, seed)
         splits |= {name: splits["train"].select(rows) for name, rows in parts.items()}
     return datasets.DatasetDict({name: splits[name] for name in order if name in splits})
+
+
+def shared_texts(texts: Mapping[str, Iterable[tuple[str, ...]]]) -> list[str]:
+    """Return a sentence for every two splits, in their order, that have texts in common."""
+    found = []
+    for (a, first), (b, second) in combinations({name: set(rows) for name, rows in texts.items()}.items(), 2):
+        if shared := len(first & second):
+            found.append(f"{shared} text(s) of the {b} data are in the {a} data too: its figures will flatter.")
+    return found
 
 
 def _deal(texts: list[tuple[str, ...]], fractions: dict[str, float], seed: int) -> dict[str, list[int]]:

@@ -79,6 +79,8 @@ def test_a_row_of_a_split_is_explained(trained, table, tmp_path):
         (["--text", "a", "--text", "b", "--data", "TABLE"], "one of the two"),
         (["--text", "a"], "got 1 text"),
         (["--data", "TABLE", "--row", "99"], "no row 99"),
+        (["--text", "a", "--text", "b", "--row", "3"], "one of the two"),
+        (["--text", "a", "--text", " "], "--text is empty"),
         (["--text", "a", "--text", "b", "--output", "x.pdf"], "x.pdf"),
     ],
 )

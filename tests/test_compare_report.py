@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from PIL import Image
 from scipy import stats
 
+from modeling_relish.compare import plots
 from modeling_relish.compare.plots import calibration
 from modeling_relish.compare.report import write_report
 from modeling_relish.compare.results import ResultError, RunKey, RunResult, load_result, save_result
@@ -260,6 +262,21 @@ def test_calibration_is_the_mean_label_of_a_tenth_of_the_predictions():
     expected = np.array(run.test_labels)[order].reshape(10, 15).mean(1)
     np.testing.assert_allclose(y, expected, atol=1e-9)
     np.testing.assert_allclose(x, np.sort(run.test_predictions).reshape(10, 15).mean(1), atol=1e-9)
+
+
+def test_every_row_of_a_large_table_can_be_told_from_the_others_and_untimed_ones_are_named():
+    noises = {f"method {i}": 0.3 + i / 10 for i in range(28)}
+    runs = [
+        replace(make_run("stsb", m, "frozen", 0, n, 100), curve=[(1.0, 0.1), (2.0, 0.2)]) for m, n in noises.items()
+    ]
+    runs[3] = replace(runs[3], extraction_seconds=None)
+    (table,) = make_tables(runs)
+    for draw in (plots._convergence, plots._calibration):
+        lines = [line for line in draw(table).axes[0].lines if not line.get_label().startswith("_")]
+        looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}
+        assert len(looks) == len(lines) == 28
+    (caption, *_) = plots.figures(table)
+    assert caption.endswith("lay in the cache: method 3")
 
 
 def test_a_missing_matplotlib_is_told_by_name(report, tmp_path, monkeypatch):

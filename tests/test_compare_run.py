@@ -1,6 +1,7 @@
 """`compare` from the outside: every method to its result, nothing done twice, budgets, settings that are held."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 from comparing import LAYERS, OPTIONS, SCALE, save_everything
 from scipy import stats
 
+from modeling_relish.backbone_relish import BackboneError
 from modeling_relish.compare import METHODS, CompareError, compare, load_task, methods_heads, workbench
 from modeling_relish.compare.budget import Clock
 from modeling_relish.compare.methods_heads import HEAD_RATES, RELISH_RATES
 from modeling_relish.compare.results import read_results
+from modeling_relish.text_relish import TemplateError
 
 # PEFT 0.21 asks transformers 5.24 for it by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -39,7 +42,7 @@ def run(places, tmp_path_factory):
     data, backbone, encoder = places
     features = tmp_path_factory.mktemp("features")
 
-    def call(output, **changed):
+    def call(output, data=data, **changed):
         given = {
             "backbones": backbone, "encoder": encoder, "seeds": 1, "options": OPTIONS, "features_dir": features,
             "layer_settings": LAYERS, "write_reports": False, "log": lambda line: None, **SCALE,
@@ -105,7 +108,7 @@ def test_nothing_that_is_done_is_done_again(everything, run):
     before, said = files(everything.folder), []
     again = run(everything.folder, log=said.append)
     assert files(everything.folder) == before
-    assert all(line.endswith("done before") for line in said)
+    assert all(line.endswith("done before") for line in said[1:])
     assert {r.key for r in map(_hashable, again.runs)} == {r.key for r in map(_hashable, everything.runs)}
     assert again.settings == everything.settings
 
@@ -203,6 +206,36 @@ def test_another_table_or_other_weights_are_other_runs(run, tmp_path):
     assert len(files(tmp_path)) == 2
 
 
+def test_report_goes_on_where_the_test_rows_or_the_scale_are_others(places, run, tmp_path):
+    run(tmp_path / "out", methods="tfidf_ridge", write_reports=True)
+    assert "12 test rows, 24 training rows, labels from 0 to 5" in (tmp_path / "out" / "report.md").read_text()
+    found = run(tmp_path / "out", methods="tfidf_ridge", write_reports=True, label_max=10.0)
+    text = found.report["md"].read_text()
+    assert "labels from 0 to 10" in text
+    shutil.copytree(places[0], tmp_path / "words")
+    table = tmp_path / "words" / "test.csv"
+    table.write_text("".join(table.read_text().splitlines(keepends=True)[:-2]))
+    found = run(tmp_path / "out", methods="tfidf_ridge", write_reports=True, data=tmp_path / "words")
+    assert "10 test rows" in found.report["md"].read_text()
+    assert "1 earlier runs on other test rows or another label scale are not shown" in found.report["html"].read_text()
+
+
+def test_texts_in_two_splits_and_what_is_compared_are_told(places, run, tmp_path):
+    shutil.copytree(places[0], tmp_path / "words")
+    rows = (tmp_path / "words" / "train.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "words" / "test.csv").write_text("".join(rows[:9]))
+    lines = []
+    found = run(tmp_path / "out", methods="tfidf_ridge", write_reports=True, data=tmp_path / "words", log=lines.append)
+    assert "8 text(s) of the test data are in the train data too" in found.report["md"].read_text()
+    assert lines[0].startswith("words: rows: train 24, validation 12, test 8; labels from 0 to 5; prompt: 'text_a: ")
+
+
+@pytest.mark.parametrize("budget", [None, "5m"])
+def test_a_backbone_that_is_not_there_is_told_at_once(places, run, tmp_path, budget):
+    with pytest.raises((BackboneError, OSError), match="tiny-qwenn"):
+        run(tmp_path, backbones=f"{places[1]}n", budget=budget, methods="tfidf_ridge,linear")
+
+
 def test_seeds_change_what_is_random_and_nothing_else(run, tmp_path):
     found = run(tmp_path, methods=["tfidf_ridge", "linear", "rail"], regimes="frozen", seeds=2)
     seeds = {}
@@ -224,12 +257,15 @@ def test_seeds_change_what_is_random_and_nothing_else(run, tmp_path):
         ({"budget": "soon"}, "a budget is a time such as 30m"),
         ({"seeds": 0}, "seeds must name at least one"),
         ({"settings": {"tiny-qwen": {"relihs/frozen": {}}}}, r"no method \['relihs'\]"),
+        ({"settings": {"tiny-qwen": {"linear/frozn": {}}}}, "linear has frozen, lora; got 'linear/frozn'"),
         ({"label_max": 3.0}, "outside the scale 0 to 3"),
+        ({"text": ["text_a"], "template": "{text_b}: "}, r"asks for \['text_b'\], and train has the columns"),
+        ({"template": "{text_a} {}"}, "{text_a} {}"),
         ({"label_max": None}, "belong together"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_runs(run, tmp_path, changed, message):
-    with pytest.raises(CompareError, match=message):
+    with pytest.raises((CompareError, TemplateError), match=message):
         run(tmp_path / "out", **changed)
     assert not (tmp_path / "out" / "results").exists()
 
@@ -314,6 +350,24 @@ def test_a_rate_that_diverges_costs_neither_the_method_nor_a_second_try(run, tmp
     assert tried == [*HEAD_RATES[:2], HEAD_RATES[1]]
     with pytest.raises(CompareError, match="no run has succeeded"):
         run(tmp_path / "other", methods="linear", regimes="frozen", options=replace(OPTIONS, candidates=1))
+
+
+@pytest.mark.parametrize("bad", [HEAD_RATES[:1], HEAD_RATES[:2]])
+def test_a_rate_that_raises_costs_no_other_and_none_is_chosen_where_all_do(bad, run, tmp_path, monkeypatch):
+    fit = methods_heads.fit
+
+    def fails(bench, model, settings, *args, **kwargs):
+        if settings["learning_rate"] in bad:
+            raise RuntimeError("out of something")
+        return fit(bench, model, settings, *args, **kwargs)
+
+    monkeypatch.setattr(methods_heads, "fit", fails)
+    given = {"methods": "tfidf_ridge,linear", "regimes": "frozen", "options": replace(OPTIONS, candidates=2)}
+    found = run(tmp_path, **given)
+    chosen = [r.settings["learning_rate"] for r in found.runs if r.method == "linear, mean"]
+    assert chosen == [rate for rate in HEAD_RATES[:2] if rate not in bad]
+    assert ("linear/frozen" in found.settings.get("tiny-qwen", {})) is bool(chosen)
+    assert any("no setting came to" in reason for reason in found.left_out.values()) is not bool(chosen)
 
 
 def test_a_budget_counts_the_search_for_whichever_seed_asks(run, tmp_path, monkeypatch):

@@ -129,7 +129,25 @@ def test_rows_alone_do_not_make_a_difference():
     steady = method("steady", noisy(labels, 1.6, spread=0.01, seed=7), labels)
     found = RowBootstrap([*lucky, *steady], resamples=500).difference(lucky, steady)
     assert found.rows[0] > 0 > found.interval[0]
-    assert found.verdict == "no difference"
+    assert found.verdict == "not shown"
+
+
+@pytest.mark.parametrize("rows", [2, 3, 10, 29])
+def test_few_rows_are_not_called(rows):
+    labels = labels_of(rows)
+    good = method("good", noisy(labels, 0.01, 3, spread=0.01), labels)
+    bad = method("bad", noisy(labels, 9.0, 3, spread=0.01, seed=5), labels)
+    found = RowBootstrap([*good, *bad], resamples=200).difference(good, bad, "nrmse")
+    assert (found.verdict, found.is_one) == ("too few rows: not called", False)
+
+
+def test_an_answer_that_hardly_ever_differs_is_not_called():
+    labels = labels_of(60)
+    nearly = np.full((1, 60), 3.3)
+    nearly[0, 4] = 1.1  # a third of the resamples miss it
+    one = method("nearly", nearly, labels, deterministic=True)
+    good = method("good", noisy(labels, 0.1, 1), labels, deterministic=True)
+    assert RowBootstrap([*one, *good], resamples=300).difference(good, one).verdict == "too few rows: not called"
 
 
 def test_one_seed_is_not_called_unless_every_seed_gives_the_same():

@@ -197,12 +197,16 @@ def test_guess_in_typed_tables():
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_label_is_the_one_column_of_numbers_or_it_is_asked_for(ending, tmp_path):
-    rows = [{"id": i, "text": f"t{i}", "year": "", "flag": True, "score": i / 2} for i in range(5)]
+    rows = [
+        {"id": i, "text": f"t{i}", "year": "1999" if i == 3 else "", "flag": "yes", "score": i / 2} for i in range(5)
+    ]
     assert guess_label_column(save(tmp_path / f"one.{ending}", rows)) == "score"
     two = [{**row, "other": 3} for row in rows]
-    with raises("['score', 'other'] all have a number"):
+    with raises("['score', 'other'] all have numbers"):
         guess_label_column(save(tmp_path / f"two.{ending}", two))
-    rows[3]["score"] = "nan"
+    holed = [{**row, "score": "" if i == 1 else "3,5"} for i, row in enumerate(rows)]  # the loader says what is wrong
+    assert guess_label_column(save(tmp_path / f"holed.{ending}", holed)) == "score"
+    rows = [{**row, "score": "good"} for row in rows]
     with raises("none of the columns", "'score'"):
         guess_label_column(save(tmp_path / f"none.{ending}", rows))
 

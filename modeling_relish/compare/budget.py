@@ -36,6 +36,11 @@ def budget_seconds(budget: str | float | None) -> float:
     raise CompareError(f"a budget is a time such as 30m, 2h or 1h30m, got {budget!r}.")
 
 
+def minutes(seconds: float) -> str:
+    """Write a time as people say it."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
 @dataclass
 class Clock:
     """What is left of the budget, and estimates that finished runs correct.
@@ -67,6 +72,8 @@ class Clock:
         return runs * own + self._shared(bench, method, job.regime)
 
     def _shared(self, bench: Workbench, method: Method, regime: str) -> float:
+        if method.backbone_kind == "none":
+            return 0.0
         searches = method.needs_layer_search(bench)
         seconds = 0.0
         if searches:
@@ -76,7 +83,7 @@ class Clock:
         everything = sum(bench.tokens(split) for split in bench.task.splits)
         if searches:
             return seconds + (0.6 * everything / bench.tokens_per_second if regime == "frozen" else 0.0)
-        total = bench.config.num_hidden_layers if method.backbone_kind != "none" else 1
+        total = bench.config.num_hidden_layers
         for layer in method.layers(bench, regime):
             if not bench.is_extracted(layer):
                 seconds += everything * (layer or total) / total / bench.tokens_per_second

@@ -57,7 +57,7 @@ def read_settings(settings: Chosen | str | Path | None) -> dict[str, dict[str, d
     """Return settings that were chosen before: backbone -> `method/regime` -> settings, from a mapping or a JSON file.
 
     Raises:
-        CompareError: for another form, or a method that is not known.
+        CompareError: for another form, or a method or regime that is not known.
     """
     if settings is None:
         return {}
@@ -71,7 +71,12 @@ def read_settings(settings: Chosen | str | Path | None) -> dict[str, dict[str, d
     except (AttributeError, TypeError, ValueError) as error:
         raise CompareError(f"settings are backbone -> method/regime -> settings, got {settings!r}.") from error
     for name in {name for of in found.values() for name in of}:
-        find_methods([name.partition("/")[0]])
+        method, _, regime = name.partition("/")
+        (known,) = find_methods([method])
+        if regime not in known.regimes:
+            raise CompareError(
+                f"settings are for method/regime, {method} has {', '.join(known.regimes)}; got {name!r}."
+            )
     return found
 
 
@@ -82,6 +87,7 @@ def make_benches(
 
     Raises:
         CompareError: for two backbones with one name, or none.
+        BackboneError, OSError: for a backbone that is not there.
     """
     names = [backbone_name(backbone) for backbone in backbones]
     if not names or len(set(names)) < len(names):
@@ -92,6 +98,8 @@ def make_benches(
         return Workbench(task, backbone, folder, root, max_length, dict(layers or {}), **more)
 
     every = [bench(backbone) for backbone in backbones]
+    for one in every:
+        _ = one.config, one.tokenizer  # one that is not there would fail in every job, and late
     return {"backbone": every, "encoder": [bench(encoder, plain_prompt=True)], "none": every[:1]}
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _BINS = 10
 _COLUMNS = 5
 _LONGEST_NAME = 60
+_COLOURS = 20
+_LINES = ("-", "--", ":", "-.")  # of rows whose colours repeat
 _MARKERS = {"frozen": "o", "lora": "s", "full": "D", "none": "^"}
 
 
@@ -33,7 +35,11 @@ def figures(table: Table) -> dict[str, str]:
         raise ResultError(f"plots need matplotlib: pip install modeling-relish[explain] ({error}).") from error
     # The same results give the same bytes; names are no formulas, whatever they hold.
     with mpl.rc_context({"svg.hashsalt": "relish", "text.parse_math": False, "font.size": 8, "axes.titlesize": 9}):
-        found = {"Accuracy against time and trainable parameters (bars: spread over seeds)": _svg(_accuracy(table))}
+        untimed = [_name(row) for row in table.rows if math.isnan(row.average("total_seconds"))]
+        missing = f"; its time is not known, for its states lay in the cache: {', '.join(untimed)}" if untimed else ""
+        found = {
+            f"Accuracy against time and trainable parameters (bars: spread over seeds){missing}": _svg(_accuracy(table))
+        }
         if any(run.curve for row in table.rows for run in row.runs):
             found["Convergence: validation Pearson (thick: mean over seeds)"] = _svg(_convergence(table))
         found["Calibration: mean label of each tenth of the predictions, all seeds"] = _svg(_calibration(table))
@@ -52,7 +58,11 @@ def _colours(table: Table) -> list[Any]:
     import matplotlib as mpl
 
     palette = mpl.colormaps["tab20"]
-    return [palette(number % 20) for number in range(len(table.rows))]
+    return [palette(number % _COLOURS) for number in range(len(table.rows))]
+
+
+def _line(number: int) -> str:
+    return _LINES[number // _COLOURS % len(_LINES)]
 
 
 def _name(row: Row) -> str:
@@ -78,11 +88,13 @@ def _accuracy(table: Table) -> Figure:
         ),
         panels, strict=True,
     ):  # fmt: skip
-        for row, colour in zip(table.rows, _colours(table), strict=True):
+        for number, (row, colour) in enumerate(zip(table.rows, _colours(table), strict=True)):
             spread = row.spread("pearson")
+            repeats = number >= _COLOURS
             axes.errorbar(
                 [row.average(field)], [row.mean("pearson")], yerr=None if math.isnan(spread) else [spread],
                 color=colour, marker=_MARKERS[row.regime], linestyle="", label=_name(row), capsize=2,
+                markerfacecolor="white" if repeats else colour,
             )  # fmt: skip
         axes.set_xscale("symlog", linthresh=least)  # zero is there, too
         axes.set_xlim(-least / 4, 2 * np.nanmax([least, *(row.average(field) for row in table.rows)]))
@@ -98,14 +110,14 @@ def _accuracy(table: Table) -> Figure:
 def _convergence(table: Table) -> Figure:
     figure = _figure(10, 4)
     axes = figure.subplots()
-    for row, colour in zip(table.rows, _colours(table), strict=True):
+    for number, (row, colour) in enumerate(zip(table.rows, _colours(table), strict=True)):
         curves = [np.asarray(run.curve, dtype=float) for run in row.runs if run.curve]
         for curve in curves:
             axes.plot(curve[:, 0], curve[:, 1], color=colour, alpha=0.35, linewidth=0.8)
         if curves:
             shared = sorted(set.intersection(*(set(curve[:, 0]) for curve in curves)))
             means = [np.mean([curve[curve[:, 0] == step, 1][0] for curve in curves]) for step in shared]
-            axes.plot(shared, means, color=colour, linewidth=2, marker=".", label=_name(row))
+            axes.plot(shared, means, color=colour, linestyle=_line(number), linewidth=2, marker=".", label=_name(row))
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("validation Pearson")
     axes.grid(alpha=0.3)
@@ -133,8 +145,15 @@ def _calibration(table: Table) -> Figure:
     figure = _figure(10, 4.5)
     axes = figure.subplots()
     axes.plot(table.rows[0].runs[0].label_range, table.rows[0].runs[0].label_range, color="grey", linestyle="--")
-    for row, colour in zip(table.rows, _colours(table), strict=True):
-        axes.plot(*calibration(row), color=colour, marker=_MARKERS[row.regime], markersize=4, label=_name(row))
+    for number, (row, colour) in enumerate(zip(table.rows, _colours(table), strict=True)):
+        axes.plot(
+            *calibration(row),
+            color=colour,
+            linestyle=_line(number),
+            marker=_MARKERS[row.regime],
+            markersize=4,
+            label=_name(row),
+        )
     axes.set_xlim(*_limits(table))
     axes.set_xlabel("mean prediction, as far as it is on the scale")
     axes.set_ylabel("mean label")

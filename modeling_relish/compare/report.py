@@ -24,12 +24,12 @@ NOTE = (
     "Test rows; mean ± standard deviation over seeds. Seconds: extraction + training + scoring. The reference is the row with "
     "the best validation Pearson, or the one that was asked for. Against it: the difference in Pearson and its interval over "
     "test rows and seeds together, 95 % for all comparisons of a table at once; only what does not hold zero is called better "
-    "or worse."
+    "or worse, and with few seeds or rows even a large difference may not be shown."
 )
 
 
 def write_report(
-    results: str | Path,
+    results: str | Path | Sequence[RunResult],
     output: str | Path,
     *,
     title: str = "Comparison",
@@ -40,7 +40,7 @@ def write_report(
     """Read all results of a folder and write `report.md`, `report.csv` and `report.html`.
 
     Args:
-        results: Folder with one JSON file per run.
+        results: Folder with one JSON file per run, or the runs.
         output: Folder of the report; made where it is missing.
         title: Heading.
         reference: Name of the row that the others are compared with; `None` = the best by validation, table by table.
@@ -54,7 +54,7 @@ def write_report(
         ResultError: for a folder without results, results that contradict each other, a reference that is not there, or where
             matplotlib is missing.
     """
-    runs = read_results(results)
+    runs = read_results(results) if isinstance(results, (str, Path)) else results
     tables = make_tables(runs)
     bodies = [_cells(table, reference, resamples) for table in tables]
     pages = {
@@ -96,6 +96,8 @@ def _measured(row: Row, metric: str) -> str:
 def _against(difference: Difference) -> str:
     if math.isnan(difference.value):
         return difference.verdict
+    if math.isinf(difference.rows[0]):
+        return f"{difference.value:+.3f} {difference.verdict}"
     low, high = difference.interval if math.isfinite(difference.interval[0]) else difference.rows
     which = "" if math.isfinite(difference.interval[0]) else " rows alone"
     return f"{difference.value:+.3f} [{low:+.3f}, {high:+.3f}{which}] {difference.verdict}"
@@ -141,6 +143,18 @@ def _settings(table: Table) -> list[list[str]]:
     ]
 
 
+def _rows_and_scale(table: Table) -> str:
+    """Say what a table's numbers were measured on."""
+    runs = [run for row in table.rows for run in row.runs]
+    low, high = runs[0].label_range
+    trained = sorted({run.settings["train_rows"] for run in runs if "train_rows" in run.settings})
+    prompts = list(dict.fromkeys(run.settings["prompt_template"] for run in runs if "prompt_template" in run.settings))
+    parts = [f"{len(runs[0].test_labels):,} test rows"]
+    parts += [f"{' or '.join(f'{rows:,}' for rows in trained)} training rows"] if trained else []
+    parts += [f"labels from {low:g} to {high:g}"]
+    return f"{', '.join(parts)}.{f' Prompts: {prompts}.' if prompts else ''}"
+
+
 def _notes(table: Table) -> list[str]:
     told = dict.fromkeys(f"{row.name}: {note}" for row in table.rows for run in row.runs for note in run.notes)
     return list(told)
@@ -155,7 +169,12 @@ def _markdown(title: str, tables: Sequence[Table], bodies: Sequence[list[list[st
         cells, gap = _macro(averages)
         parts += [f"## Mean over data sets, {_md(backbone)}", _md_table(_MACRO_HEADINGS, cells), _md(gap)]
     for table, body in zip(tables, bodies, strict=True):
-        parts += [f"## {_md(table.title)}", _md_table(HEADINGS, body), *(f"- {_md(note)}" for note in _notes(table))]
+        parts += [
+            f"## {_md(table.title)}",
+            _md(_rows_and_scale(table)),
+            _md_table(HEADINGS, body),
+            *(f"- {_md(note)}" for note in _notes(table)),
+        ]
     parts += [f"- {_md(note)}" for note in notes]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -224,7 +243,8 @@ def _html(title: str, tables: Sequence[Table], bodies: Sequence[list[list[str]]]
             f"<p>{html.escape(gap)}</p>",
         ]  # fmt: skip
     for table, body in zip(tables, bodies, strict=True):
-        parts += [f"<h2>{html.escape(table.title)}</h2>", _html_table(HEADINGS, body, "runs")]
+        parts += [f"<h2>{html.escape(table.title)}</h2>", f"<p>{html.escape(_rows_and_scale(table))}</p>"]
+        parts += [_html_table(HEADINGS, body, "runs")]
         parts += [f'<p class="note">{html.escape(note)}</p>' for note in _notes(table)]
         parts += [
             f'<figure><img src="{address}" alt="{html.escape(caption)}"><figcaption>{html.escape(caption)}</figcaption></figure>'

@@ -135,7 +135,7 @@ class RunResult:
             ResultError, MetricError: for values that cannot be.
         """
         predictions = [float(f"{float(p):.7g}") for p in test_predictions]
-        labels = [float(f"{float(v):.7g}") for v in test_labels]
+        labels = [float(v) for v in test_labels]
         return cls(
             **{f.name: getattr(key, f.name) for f in fields(key)},
             label_range=(float(label_range[0]), float(label_range[1])),

@@ -17,12 +17,13 @@ from transformers.utils import logging
 
 from ..cli_shared import DEFAULT_BACKBONE, compute_dtype, write_json
 from ..metrics import MetricError
-from .budget import Clock, budget_seconds
+from .budget import Clock, budget_seconds, minutes
 from .method import Options
 from .methods import find_methods
 from .plan import REGIMES, Chosen, Job, make_benches, make_jobs, read_settings, split_names
 from .report import write_report
-from .results import ResultError, RunKey, RunResult, load_result, save_result
+from .results import ResultError, RunKey, RunResult, load_result, read_results, save_result
+from .summary import on_rows
 from .tasks import CompareError, Task, load_task
 from .training import Outcome, PeakMemory
 
@@ -118,6 +119,9 @@ def compare(
         benches = make_benches(
             the_task, split_names(backbones), encoder, folder, features_dir, max_length, layer_settings
         )
+        log(str(the_task))
+        if unused := sorted(set(held) - {b.name for kind in benches.values() for b in kind} - {""}):
+            log(f"settings for {', '.join(unused)} are not used: the backbones here have other names.")
         jobs, left_out = make_jobs(benches, chosen_methods, chosen_regimes, numbers)
         if not jobs:
             raise CompareError(f"there is nothing to run: {left_out}.")
@@ -129,10 +133,12 @@ def compare(
         if not found.runs:
             raise CompareError(f"no run has succeeded: {found.left_out}.")
         if write_reports:
-            notes = [f"left out: {name}: {reason}" for name, reason in found.left_out.items()]
-            found.report = write_report(
-                folder / RESULTS, folder, title=title or f"Comparison on {the_task.name}", notes=notes
-            )
+            notes = [*the_task.notes, *(f"left out: {name}: {reason}" for name, reason in found.left_out.items())]
+            everything = read_results(folder / RESULTS)
+            runs = on_rows(everything, the_task.name, the_task.labels("test").tolist(), the_task.label_range)
+            if others := len(everything) - len(runs):
+                notes.append(f"{others} earlier runs on other test rows or another label scale are not shown.")
+            found.report = write_report(runs, folder, title=title or f"Comparison on {the_task.name}", notes=notes)
     return found
 
 
@@ -144,7 +150,9 @@ class _Work:
         self.found = Comparison(folder, settings={})
         self.held = held
         self.jobs: Sequence[Job] = ()
-        self.diverged: set[str] = set()
+        self.failed: dict[
+            tuple[str, str, str], str
+        ] = {}  # owner, choice, setting that was tried -> why it came to nothing
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run what is not done and fits."""
@@ -194,7 +202,7 @@ class _Work:
         if seconds <= self.clock.left:
             return None
         return (
-            f"it would take about {_minutes(seconds)}, and {_minutes(max(0.0, self.clock.left))} of the budget are left"
+            f"it would take about {minutes(seconds)}, and {minutes(max(0.0, self.clock.left))} of the budget are left"
         )
 
     # ------------------------------------------------------------------ settings
@@ -214,6 +222,9 @@ class _Work:
         held = self._held(job)
         if held is None:
             tried = {json.dumps(candidate): self._try(job, candidate) for candidate in self._grid(job)}
+            reasons = [why for (*of, _), why in self.failed.items() if of == [job.owner, job.choice]]
+            if len(reasons) == len(tried):
+                raise CompareError(f"no setting came to a result: {'; '.join(reasons)}")
             best = max(tried, key=lambda candidate: -2.0 if tried[candidate] != tried[candidate] else tried[candidate])
             held = dict(json.loads(best))
         self.found.settings.setdefault(job.owner, {})[job.choice] = held
@@ -225,14 +236,18 @@ class _Work:
 
     def _try(self, job: Job, candidate: Mapping[str, Any]) -> float:
         """Return a candidate's validation Pearson; NaN where it diverged, which must not cost the others."""
-        name = json.dumps([job.owner, job.choice, candidate])
-        if name in self.diverged:
+        name = (job.owner, job.choice, json.dumps(candidate))
+        if name in self.failed:
             return math.nan
         try:
             results = self._searched(job, candidate) or self._execute(job, candidate, SEARCH, self.search_seed)
-        except MetricError as error:
-            self.diverged.add(name)
-            self.log(f"{job.name}, {dict(candidate)}: {error}")
+        except ResultError:
+            raise
+        except Exception as error:  # one setting's failure must not cost the others
+            if os.environ.get("RELISH_DEBUG") and not isinstance(error, MetricError):
+                raise
+            self.failed[name] = f"{dict(candidate)}: {type(error).__name__}: {error}"
+            self.log(f"{job.name}, {self.failed[name]}")
             return math.nan
         return results[-1].validation["pearson"]
 
@@ -315,10 +330,6 @@ def _result(key: RunKey, outcome: Outcome, task: Task, peak: int | None, is_dete
         validation=outcome.validation, peak_memory_bytes=peak, is_deterministic=is_deterministic,
         **{name: getattr(outcome, name) for name in names},
     )  # fmt: skip
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 @contextlib.contextmanager

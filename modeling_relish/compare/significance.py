@@ -19,6 +19,8 @@ from .results import METRICS, ResultError, RunResult
 
 RESAMPLES = 4000
 LEVEL = 0.95
+MIN_ROWS = 30  # the bootstrap's interval of fewer rows is too narrow: of two equals, one would often be called better
+_UNDEFINED = 0.01  # share of resamples without a correlation, above which the others do not stand for all
 _CHUNK = 2**22  # numbers of one block of resamples: rows times resamples
 
 
@@ -29,7 +31,8 @@ class Difference:
     Args:
         metric: One of `pearson`, `spearman`, `nrmse`.
         value: Mean over the seeds of the first minus that of the second; NaN where the metric is not defined for one of them.
-        rows: (low, high), what other test rows could have given: the paired bootstrap's interval.
+        rows: (low, high), what other test rows could have given: the paired bootstrap's interval; infinite for fewer than
+            30 rows, or where too many resamples have no correlation.
         interval: (low, high), what other test rows and other seeds could have given; infinite where something that
             depends on the seed has one.
         level: Of both intervals.
@@ -48,14 +51,16 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """`"better"` or `"worse"` for the first; else `"no difference"`, or why nothing can be said."""
+        """`"better"` or `"worse"` for the first; else `"not shown"`, or why nothing can be said."""
         if math.isnan(self.value):
             return "not defined"
         if self.is_one:
             return "better" if (self.value > 0) != (self.metric == "nrmse") else "worse"
+        if math.isinf(self.rows[0]):
+            return "too few rows: not called"
         if _excludes_zero(self.rows) and math.isinf(self.interval[0]):
             return "one seed: not called"
-        return "no difference"
+        return "not shown"
 
 
 class RowBootstrap:
@@ -111,6 +116,8 @@ class RowBootstrap:
         fixed = [all(run.is_deterministic for run in runs) for runs in (first, second)]
         deviation, freedom = _over_seeds(values, fixed)
         both = (-math.inf, math.inf)
+        if len(first[0].test_labels) < MIN_ROWS or np.isnan(rows).mean() > _UNDEFINED:
+            return Difference(metric, value, both, both, level)
         if math.isfinite(deviation):
             both = _interval(rows + (deviation * stats.t.ppf(self._quantiles, freedom) if deviation else 0.0), level)
         return Difference(metric, value, _interval(rows, level), both, level)

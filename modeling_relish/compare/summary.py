@@ -66,7 +66,8 @@ class Table:
         rows = [row for row in self.rows if name in (None, row.name)]
         if not rows:
             raise ResultError(f"{self.title} has no row {name!r}; there are {[row.name for row in self.rows]}.")
-        return max(rows, key=lambda row: _low_if_nan(row.mean("pearson", "validation")))
+        by_name = sorted(rows, key=lambda row: (row.name, row.regime))  # of equals, not the one that tests best
+        return max(by_name, key=lambda row: _low_if_nan(row.mean("pearson", "validation")))
 
 
 def make_tables(results: Iterable[RunResult]) -> list[Table]:
@@ -87,6 +88,14 @@ def make_tables(results: Iterable[RunResult]) -> list[Table]:
             rows = _rows([run for run in runs if run.backbone in ("", backbone)])
             tables.append(Table(dataset, backbone, tuple(sorted(rows, key=lambda r: -_low_if_nan(r.mean("pearson"))))))
     return tables
+
+
+def on_rows(
+    runs: Iterable[RunResult], dataset: str, labels: Sequence[float], label_range: tuple[float, float]
+) -> list[RunResult]:
+    """Return the runs that can stand in one report with others on these test labels: those, and all of other data sets."""
+    today = (list(labels), tuple(label_range))
+    return [run for run in runs if run.dataset != dataset or (list(run.test_labels), tuple(run.label_range)) == today]
 
 
 def _rows(runs: Sequence[RunResult]) -> list[Row]:

@@ -15,12 +15,13 @@ import datasets
 import numpy as np
 
 from ..cli_shared import default_template
-from ..data import Columns, guess_text_columns, label_matrix, load_splits
+from ..data import Columns, guess_text_columns, label_matrix, load_splits, shared_texts
 from ..number_grid_relish import decimal_step, decimals_of
 from ..tables import Source
 from ..text_relish import PromptTemplate
 
 SPLITS = ("train", "validation", "test")
+MIN_HELD_OUT = 3  # rows below which a correlation is 1, -1 or nothing
 
 
 class CompareError(ValueError):
@@ -46,11 +47,22 @@ class Task:
     def __post_init__(self) -> None:
         if missing := [split for split in SPLITS if split not in self.splits]:
             raise CompareError(f"data set {self.name!r}: {missing} is missing; a comparison needs {list(SPLITS)}.")
+        for split in SPLITS:
+            if missing := [name for name in self.fields if name not in self.splits[split].column_names]:
+                raise CompareError(
+                    f"data set {self.name!r}: the prompt {self.template!r} asks for {missing}, and {split} has the columns "
+                    f"{self.splits[split].column_names}."
+                )
         low, high = self.label_range
         if not low < high:
             raise CompareError(f"data set {self.name!r}: the label's scale must run upwards, got {self.label_range}.")
         for split in SPLITS:
             labels = self.labels(split)
+            if split != "train" and len(labels) < MIN_HELD_OUT:
+                raise CompareError(
+                    f"data set {self.name!r}: {len(labels)} {split} row(s) say nothing; at least {MIN_HELD_OUT} are needed, and "
+                    "30 before a difference is called one."
+                )
             if labels.min() < low or labels.max() > high:
                 raise CompareError(
                     f"data set {self.name!r}: {split} labels lie between {labels.min():g} and {labels.max():g}, outside the "
@@ -70,6 +82,16 @@ class Task:
     def labels(self, split: str) -> np.ndarray:
         """Return (N,) float64 labels."""
         return label_matrix(self.splits[split])[:, 0]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of its figures has to know."""
+        return shared_texts({split: [tuple(text.values()) for text in self.texts(split)] for split in SPLITS})
+
+    def __str__(self) -> str:
+        rows = ", ".join(f"{split} {len(self.splits[split])}" for split in SPLITS)
+        low, high = self.label_range
+        return f"{self.name}: rows: {rows}; labels from {low:g} to {high:g}; prompt: {self.template!r}"
 
     @cached_property
     def digest(self) -> str:
@@ -111,7 +133,8 @@ def load_task(
         seed: Of splits and sample.
 
     Raises:
-        CompareError: for a scale with one end, more rows than there are, or labels outside the scale.
+        CompareError: for a scale with one end, more rows than there are, too few, or labels outside the scale.
+        TemplateError: for a prompt that cannot be read.
         TableError: for a bad table.
     """
     if (label_min is None) != (label_max is None):
@@ -143,5 +166,6 @@ def _round_scale(low: float, high: float) -> tuple[float, float]:
 def _name_of(data: Any) -> str:
     if isinstance(data, (str, Path)):
         path = Path(str(data).rstrip("/"))
+        path = path.resolve() if path.is_dir() else path  # "." has no name of its own
         return path.stem if path.suffix in (".csv", ".tsv", ".jsonl", ".json", ".parquet") else path.name
     return "data"
