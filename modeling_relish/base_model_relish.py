@@ -150,6 +150,8 @@ def name_of(model: PreTrainedModel) -> str | None:
     name = model.config._name_or_path or None
     if name is None:
         return None
+    if Path(name).is_dir():  # a relative folder would mean another one from another place
+        name = str(Path(name).resolve())
     try:
         there = whole_config(name, {})
     except (BackboneError, OSError):  # gone or out of reach: told where it is needed

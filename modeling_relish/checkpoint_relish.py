@@ -38,11 +38,13 @@ from .text_relish import PromptTemplate
 from .weights_relish import (
     backbone_fingerprint,
     bring_back,
+    check_no_others_adapter,
     fingerprints_differ,
     keep_4_bit_weights,
     load_head,
     quantization_of,
     realign,
+    stand_beside,
 )
 
 
@@ -97,8 +99,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             loaded = cut_backbone(loaded, RelishConfig(backbone_config=text_config, **layers).cut_layer)
         else:
             name = os.fspath(backbone)
-            if Path(name).is_dir():  # a relative folder would mean another one from another place
-                name = str(Path(name).resolve())
+            name = str(Path(name).resolve()) if Path(name).is_dir() else name
             hub = {"revision": revision} if revision else {}
             text_config = whole_config(name, {**hub, **{k: loading[k] for k in FILE_KWARGS if k in loading}})
             cut = RelishConfig(backbone_config=text_config, **layers).cut_layer
@@ -232,6 +233,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
 
     def _adopt_base(self, base: PreTrainedModel) -> Any:
         """Note that the backbone's weights are the base model's, compare them with the head's memory of them, freeze them."""
+        check_no_others_adapter(self)
         found = backbone_fingerprint(base)
         expected = self.config.backbone_fingerprint
         if fingerprints_differ(expected, found):
@@ -245,16 +247,9 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         if self.config.backbone_name_or_path is not None:
             self._base_fingerprint, self._base_fine_fingerprint = found, backbone_fingerprint(base, fine=True)
         keep_4_bit_weights(base)
-        for name in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # by these PEFT and Trainer know that it is quantised
-            if getattr(base, name, False):
-                setattr(self, name, True)
         self.backbone.requires_grad_(False)
         self.backbone.eval()
-        device = next((p.device for p in base.parameters() if not p.is_meta), torch.device("cpu"))
-        self.score.to(device)
-        if device_map := getattr(base, "hf_device_map", None):
-            prefixed = {f"backbone.{name}" if name else "backbone": where for name, where in device_map.items()}
-            self.hf_device_map = {**prefixed, "score": device}
+        stand_beside(self, base)
         return self
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -294,6 +289,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         Raises:
             BackboneError: if `save_backbone=False` would lose weights, or the folder holds the base model itself.
         """
+        check_no_others_adapter(self)
         if save_backbone is None and self._push_settings is not None:
             save_backbone = self._push_settings["save_backbone"]
         if kwargs.get("push_to_hub"):

@@ -74,7 +74,7 @@ def search_layer(
         Layer -> best validation Pearson (mean over targets), in the order of the layers.
 
     Raises:
-        ValueError: for a model that is cut already or has an adapter on it, or no candidate.
+        ValueError: for a model that is cut already or has an adapter on it, no candidate, or where no layer has a correlation.
     """
     if model.config.cut_layer != model.config.num_hidden_layers or model.config.backbone_layers is not None:
         raise ValueError(f"the layer search needs the whole backbone, this model reads {model.config.layer_name}.")
@@ -91,9 +91,14 @@ def search_layer(
         train = _sample(train_dataset, sample_rows, fit_args.seed)
         validation = _sample(eval_dataset, validation_rows, fit_args.seed)
         _extract(model, layers, [train, validation], processing_class, fit_args)
-        return {
+        found = {
             layer: _fit(trainer_class, model, layer, train, validation, processing_class, fit_args) for layer in layers
         }
+    if np.isnan(list(found.values())).all():
+        raise ValueError(
+            "the layer search came to no correlation on any layer: the validation rows need labels, and ones that differ."
+        )
+    return found
 
 
 def best_layer(results: dict[int, float]) -> int:
@@ -114,9 +119,12 @@ def layer_table(results: dict[int, float]) -> str:
 def set_layer(model: RelishForSequenceRegression, layer: int) -> None:
     """Cut a model over the whole backbone at a layer, in place; its head stays as it is, and reads that layer."""
     model.config.backbone_layer = None if layer == model.config.num_hidden_layers else layer
+    was_named = model.base_is_named()
     model.config.backbone_fingerprint = None  # of the whole backbone; now that of the layers that are left
     model.backbone = cut_backbone(model.backbone, layer)
     model._adopt_base(model.backbone)
+    if not was_named:  # trained before: its name would bring other weights
+        model._base_fingerprint = None
     model.score.reader.input_norm = model.config.uses_input_norm
 
 

@@ -31,7 +31,8 @@ from .lm_heads_relish import LogitsLinear, NumberGridHead, build_lm_head, grid_o
 from .number_grid_relish import NumberGrid
 from .objectives_relish import check_labels, regression_loss
 from .pipeline_relish import register_pipelines
-from .text_relish import PromptTemplate, encode_rows, pad_batch
+from .text_relish import PromptTemplate, check_texts, encode_rows, pad_batch
+from .weights_relish import check_no_others_adapter
 
 logger = logging.get_logger(__name__)
 
@@ -289,8 +290,8 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         Raises:
             TemplateError, TextTooLongError: for a text that does not fit, with its row; NumberGridError: for a foreign grid.
         """
-        if isinstance(texts, (str, dict)):
-            raise ValueError(f"predict takes a list of texts, got one {type(texts).__name__}; write [text].")
+        check_texts(texts, batch_size)
+        check_no_others_adapter(self)
         tokenizer = tokenizer or self._own_tokenizer()
         template = PromptTemplate(self.config.prompt_template)
         if self.config.number_grid is not None:
@@ -305,9 +306,8 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         starts = range(0, len(order), batch_size)
         for start in logging.tqdm(starts, desc="predict", unit="batch", disable=not show_progress_bar):
             rows = order[start : start + batch_size]
-            input_ids, mask = pad_batch([ids[i] for i in rows], tokenizer.pad_token_id)
-            batch = {"input_ids": input_ids, "attention_mask": mask}
-            out = self(**{k: torch.tensor(v, device=self.device) for k, v in batch.items()})
+            padded = pad_batch([ids[i] for i in rows], tokenizer.pad_token_id, self.config.vocab_size)
+            out = self(*(torch.tensor(part, device=self.device) for part in padded))
             scores[rows] = out.logits.cpu().numpy()
         self.train(was_training)
         return scores[:, 0] if self.config.num_labels == 1 else scores

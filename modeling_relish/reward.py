@@ -202,6 +202,7 @@ def as_reward_model(
     reward.score.to(next(model.score.parameters()).device)
     reward.score.load_state_dict(state)
     reward._base_fingerprint = model._base_fingerprint
+    reward._base_fine_fingerprint = model._base_fine_fingerprint
     return reward.train(model.training)
 
 

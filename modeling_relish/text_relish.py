@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -112,6 +113,15 @@ class PromptTemplate:
                     f"content), got {type(value).__name__} {value!r}."
                 )
         return dict(zip(self.fields, values, strict=True))
+
+
+def check_texts(texts: Any, batch_size: int) -> None:
+    """Refuse what would be scored by its letters or its columns' names: one text, a mapping, a table."""
+    if isinstance(texts, (str, Mapping)) or (hasattr(texts, "columns") and hasattr(texts, "iloc")):
+        hint = " write [text]." if isinstance(texts, (str, dict)) else " list its rows: [...]."
+        raise ValueError(f"predict takes a list of texts, got one {type(texts).__name__};{hint}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
 
 
 def encode_rows(
@@ -242,13 +252,16 @@ def _cut_to(
     return best
 
 
-def pad_batch(sequences: Sequence[Sequence[int]], pad_token_id: int | None) -> tuple[list[list[int]], list[list[int]]]:
+def pad_batch(
+    sequences: Sequence[Sequence[int]], pad_token_id: int | None, vocab_size: int | None = None
+) -> tuple[list[list[int]], list[list[int]]]:
     """Pad token ids on the right to the longest; return (ids, attention mask), both (B, T).
 
-    The padding id is never looked at again, for masking goes by the mask: without one, 0 serves.
+    The padding id is never looked at again, for masking goes by the mask: without one, or with one that was added to the
+    tokenizer and has no embedding, 0 serves.
     """
     longest = max(map(len, sequences))
-    pad = 0 if pad_token_id is None else pad_token_id
+    pad = 0 if pad_token_id is None or pad_token_id >= (vocab_size or math.inf) else pad_token_id
     ids = [list(s) + [pad] * (longest - len(s)) for s in sequences]
     mask = [[1] * len(s) + [0] * (longest - len(s)) for s in sequences]
     return ids, mask

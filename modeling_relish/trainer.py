@@ -20,6 +20,7 @@ from .configuration_checks_relish import AUTO_LAYER, GRID_OBJECTIVES, OBJECTIVES
 from .data import TableError
 from .data_collator import RelishCollator
 from .features import FeatureCache, FeatureDataset
+from .hub_relish import write_code
 from .layer_search import best_layer, layer_table, search_layer, set_layer
 from .lm_training import LanguageModelRegression, grid_diagnostics, relish_model
 from .metrics import make_compute_metrics
@@ -28,6 +29,8 @@ from .trainer_hub import HubTrainer
 from .training_args import RelishTrainingArguments
 from .training_data import (
     TokenDataset,
+    check_pad_token,
+    check_resolution,
     checked_weights,
     column_names,
     column_values,
@@ -99,6 +102,7 @@ class RelishTrainer(HubTrainer):
         self._weight_scale = 1.0
         self._prepared: dict[int, tuple[Any, Any]] = {}  # id -> (the data set itself, kept alive; what it became)
         _apply_settings(self.relish, args, adapted=model is not inner)
+        check_pad_token(processing_class, self.relish.config.vocab_size)
         if args.ddp_find_unused_parameters is None and self.relish.backbone_is_frozen:
             args.ddp_find_unused_parameters = False  # the head uses all of its own; looking for others costs every step
         self.args = args
@@ -207,6 +211,7 @@ class RelishTrainer(HubTrainer):
         super()._save(output_dir, state_dict)
         if getattr(self.relish, "has_adapter", False) and self.args.should_save:
             complete_adapter(self.relish, output_dir or self.args.output_dir or ".")
+            write_code(output_dir or self.args.output_dir or ".")
         # Trainer pickles its arguments beside the weights: machine paths that nothing reads, in a format that runs code.
         (Path(output_dir or self.args.output_dir or ".") / TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
@@ -226,15 +231,18 @@ class RelishTrainer(HubTrainer):
         columns = find_label_columns(dataset, "train", self.args.label_columns, required=False)
         weight_column = find_weight_column(dataset, "train", self.args.weight_column, required=True)
         weights = column_values(dataset, weight_column)
+        counts: Any = slice(None)
         if weights is not None:
-            mean = float(np.mean(checked_weights(weights, weight_column, "train", minimum=0.0)))
+            checked = checked_weights(weights, weight_column, "train", minimum=0.0)
+            counts, mean = checked > 0, float(np.mean(checked))
             if mean <= 0:
                 raise TableError("the weights of the train data are all zero: no row would count.")
             self._weight_scale = 1.0 / mean
         if not columns:
             return
         config, named = self.relish.config, self.args.label_columns
-        labels = label_values(dataset, columns, "train", config, named)
+        labels = label_values(dataset, columns, "train", config, named)[counts]  # of rows without weight, nothing
+        check_resolution(labels)
         if config.label_mean is None and self.args.standardize_labels:
             std = labels.std(axis=0)
             if (std == 0).any():

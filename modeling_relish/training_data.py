@@ -75,10 +75,11 @@ def label_values(
                 f"{name} data, row {number + 1}: {len(row)} target(s) in column(s) {columns}, the model has "
                 f"num_labels={num_labels}."
             )
-    where = ", ".join(columns)
-    labels = np.array(
-        [[check_label(v, where=f"{name} data", column=where, row=i + 1) for v in r] for i, r in enumerate(rows)]
-    )
+    where = columns if len(columns) == num_labels else [", ".join(columns)] * num_labels
+    labels = np.array([
+        [check_label(v, where=f"{name} data", column=c, row=i + 1) for v, c in zip(r, where, strict=True)]
+        for i, r in enumerate(rows)
+    ])  # fmt: skip
     return order_targets(labels.reshape(len(rows), num_labels), named, config)
 
 
@@ -155,7 +156,12 @@ def column_values(dataset: Any, name: str | None) -> list[Any] | None:
         return None
     if name not in column_names(dataset):
         raise TableError(f"the data has no column {name!r}; its columns are {column_names(dataset)}.")
-    return list(dataset[name]) if hasattr(dataset, "column_names") else [dataset[i][name] for i in range(len(dataset))]
+    if hasattr(dataset, "column_names"):
+        return list(dataset[name])
+    for i in range(len(dataset)):
+        if name not in dataset[i]:
+            raise TableError(f"row {i + 1} of the data has no {name!r}; it has {list(dataset[i])}.")
+    return [dataset[i][name] for i in range(len(dataset))]
 
 
 def _flat(row: tuple[Any, ...]) -> list[Any]:
@@ -164,6 +170,27 @@ def _flat(row: tuple[Any, ...]) -> list[Any]:
         value = value.tolist() if hasattr(value, "tolist") else value
         out.extend(value if isinstance(value, (list, tuple)) else [value])
     return out
+
+
+def check_pad_token(tokenizer: Any, vocab_size: int) -> None:
+    """Refuse a padding token without an embedding: Trainer would write it into the model's config, which then fails to load."""
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is not None and pad >= vocab_size:
+        raise TableError(
+            f"the tokenizer's padding token {tokenizer.pad_token!r} has the id {pad}, and the backbone's vocabulary ends at "
+            f"{vocab_size - 1}. Padding is never read: set tokenizer.pad_token = tokenizer.eos_token."
+        )
+
+
+def check_resolution(labels: np.ndarray) -> None:
+    """Refuse (N, K) labels whose differences are lost in fp32, in which they are trained and predicted."""
+    lost = np.abs(labels).max(axis=0) * np.finfo(np.float32).eps > 0.01 * labels.std(axis=0)
+    if (lost & (labels.std(axis=0) > 0)).any():
+        target = int(np.argmax(lost))
+        raise TableError(
+            f"the labels lie around {labels[:, target].mean():.9g} and differ by {labels[:, target].std():.3g} (standard "
+            "deviation): fp32 has too few digits for that. Subtract a constant from them."
+        )
 
 
 def checked_weights(values: Sequence[Any], column: str | None, name: str, minimum: float) -> np.ndarray:

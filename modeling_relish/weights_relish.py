@@ -42,10 +42,12 @@ def backbone_fingerprint(backbone: nn.Module, *, fine: bool = False) -> str | No
 
     Args:
         backbone: A bare model, or one with an adapter in it.
-        fine: 256 values of every tensor, not rounded: for a change within one process that may be small.
+        fine: 256 values of every tensor, not rounded, and all of the embeddings: for a change within one process that may be
+            small, or of a few tokens alone.
     """
     digest = hashlib.sha256()
     dtypes = set()
+    embeddings = {id(module.weight) for module in backbone.modules() if isinstance(module, nn.Embedding)}
     for name, parameter in sorted(_base_parameters(backbone)):
         if parameter.is_meta:
             return None
@@ -56,6 +58,9 @@ def backbone_fingerprint(backbone: nn.Module, *, fine: bool = False) -> str | No
         dtypes.add(str(values.dtype).removeprefix("torch."))
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(values.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        if fine and id(parameter) in embeddings and flat.element_size() in (2, 4):
+            bits = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
+            digest.update(str(int(bits.sum(dtype=torch.int64))).encode())
     return f"{'+'.join(sorted(dtypes))}:{digest.hexdigest()[:32]}"
 
 
@@ -98,6 +103,18 @@ def keep_4_bit_weights(backbone: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
+def stand_beside(model: Any, base: PreTrainedModel) -> None:
+    """Put a model's head where its base model is, and give the model what the base says of its devices and quantisation."""
+    for name in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # by these PEFT and Trainer know that it is quantised
+        if getattr(base, name, False):
+            setattr(model, name, True)
+    device = next((p.device for p in base.parameters() if not p.is_meta), torch.device("cpu"))
+    model.score.to(device)
+    if device_map := getattr(base, "hf_device_map", None):
+        prefixed = {f"backbone.{name}" if name else "backbone": where for name, where in device_map.items()}
+        model.hf_device_map = {**prefixed, "score": device}
+
+
 def quantization_of(backbone: PreTrainedModel) -> dict[str, Any] | None:
     """Return how a backbone was quantised as it was loaded, for its configuration."""
     found: Any = getattr(backbone.config, "quantization_config", None)
@@ -120,6 +137,18 @@ def adapter_parameters(backbone: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that an adapter has put into a backbone, by their names there."""
     base = {id(parameter) for _, parameter in _base_parameters(backbone)}
     return {name: parameter for name, parameter in backbone.named_parameters() if id(parameter) not in base}
+
+
+def check_no_others_adapter(model: Any) -> None:
+    """Refuse, as [`BackboneError`], a model whose backbone carries an adapter that was put there for another one.
+
+    Heads can share a backbone. One that is trained with an adapter puts it into the layers of all, whose scores move.
+    """
+    if not getattr(model, "peft_config", None) and (added := list(adapter_parameters(model.backbone))):
+        raise BackboneError(
+            f"the backbone has another model's adapter on it ({added[0]} and {len(added) - 1} more weights): scores would be "
+            "wrong, and it would be lost. Take it off (merge_and_unload() or unload()), or load the backbone again for this head."
+        )
 
 
 def fingerprints_differ(one: str | None, other: str | None) -> bool:

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tiny import SCORES, TEXTS, byte_bpe_tokenizer, random_batch, save_backbone, tiny_backbone
+from training import make_trainer, rows_of, tiny_model
 from transformers import set_seed
 
 from modeling_relish import RelishConfig, RelishForSequenceRegression, RelishTrainer, RelishTrainingArguments
@@ -189,6 +190,14 @@ def test_auto_layer_without_rows_to_choose_it_on_is_told(tmp_path):
         RelishTrainer(
             whole(folder, backbone_layer="auto"), args, train_dataset=TRAIN, processing_class=byte_bpe_tokenizer()
         )
+
+
+def test_a_search_without_a_correlation_chooses_nothing(tmp_path):
+    unlabelled = rows_of([2.0] * 8)  # all alike: no correlation
+    model = tiny_model(backbone_layer="auto")
+    with pytest.raises(ValueError, match="no correlation on any layer"):
+        make_trainer(tmp_path, model, eval_dataset=unlabelled)
+    assert model.config.backbone_layer == "auto"
 
 
 def test_auto_layer_is_chosen_before_lora_is_put_on_and_trained(tmp_path):

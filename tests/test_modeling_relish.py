@@ -1,9 +1,10 @@
 """The model from the outside: losses, labels, shapes, prediction, freezing."""
 
 import numpy as np
+import pandas
 import pytest
 import torch
-from tiny import PAIRS, TEXTS, byte_bpe_tokenizer, digit_bpe_tokenizer, random_batch, tiny_backbone
+from tiny import PAIRS, TEXTS, TOKENIZERS, byte_bpe_tokenizer, digit_bpe_tokenizer, random_batch, tiny_backbone
 from transformers import GPT2Config, LlamaConfig
 
 from modeling_relish import RelishConfig, RelishForSequenceRegression
@@ -262,3 +263,19 @@ def test_head_starts_as_torchs_own_modules_do():
         assert float(step.intermediate.weight.detach().abs().max()) <= 256**-0.5  # nn.Linear
         assert torch.equal(step.output_norm.weight, torch.ones(256))
     assert 0.015 < float(model.score.latent.detach().std()) < 0.025
+
+
+def test_predict_refuses_what_would_be_scored_by_its_names():
+    model, tokenizer = tiny_model(), TOKENIZERS["llama"]()
+    table = pandas.DataFrame({"text": ["a", "b", "c"]})
+    for given, error in (
+        (table, "DataFrame"),
+        (tokenizer(["a", "b"]), "BatchEncoding"),
+        ("a", "write .text."),
+        ({"text": "a"}, "dict"),
+    ):
+        with pytest.raises(ValueError, match=f"takes a list of texts, got one .*{error}"):
+            model.predict(given, tokenizer)
+    for size in (0, -1):
+        with pytest.raises(ValueError, match=f"batch_size must be at least 1, got {size}"):
+            model.predict(["a"], tokenizer, batch_size=size)

@@ -1,5 +1,6 @@
 """RelishTrainer from the outside, and a plain Trainer: against losses, gradients and metrics computed here."""
 
+import copy
 import json
 import math
 import warnings
@@ -158,10 +159,37 @@ def test_rows_of_weight_zero_do_not_matter_and_negative_ones_raise(make):
     one = after(EIGHT[:6], [1, 1, 1, 1, 0, 0])
     close(one, after([*EIGHT[:4], 999.0, -999.0], [3, 3, 3, 3, 0, 0], [*TEXTS[:4], "quite another", "text"]), atol=1e-6)
     close(one, after(EIGHT[:4], [1, 1, 1, 1]), atol=1e-6)
+    unscaled = make(tiny_model(), rows_of([*EIGHT[:4], 999.0, -999.0], sample_weight=[1, 1, 1, 1, 0, 0])).model.config
+    measured = (unscaled.label_mean, unscaled.label_std, unscaled.label_min, unscaled.label_max)
+    assert measured == ([np.mean(EIGHT[:4])], [np.std(EIGHT[:4])], [-100.0], [7.25])
     with pytest.raises(TableError, match=r"'sample_weight', row 2.*-0.5"):
         after(EIGHT[:3], [1.0, -0.5, -1.0])
     with pytest.raises(TableError, match="all zero"):
         after(EIGHT[:3], [0.0] * 3)
+
+
+def test_labels_that_fp32_cannot_tell_apart_are_refused(make):
+    with pytest.raises(TableError, match="around 1.7e\\+09 and differ by 2.29.*Subtract a constant"):
+        make(tiny_model(), rows_of([1.7e9 + i for i in range(8)]))
+    make(tiny_model(), rows_of([1000.0 + i for i in range(8)]))
+
+
+def test_a_padding_token_without_an_embedding_is_refused_and_predict_needs_none(make):
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    model = tiny_model(**SCALE)
+    assert tokenizer.pad_token_id >= model.config.vocab_size
+    expected = model.predict(TEXTS[:5], TOKENIZER)
+    np.testing.assert_allclose(model.predict(TEXTS[:5], tokenizer), expected, rtol=1e-6)
+    with pytest.raises(TableError, match=r"'\[PAD\]' has the id \d+, and the backbone's vocabulary ends at 299"):
+        make(model, processing_class=tokenizer)
+
+
+def test_a_row_without_the_label_is_named(make):
+    rows = [{"text": t, "label": 1.0 * i} for i, t in enumerate(TEXTS[:6])]
+    del rows[3]["label"]
+    with pytest.raises(TableError, match="row 4 of the data has no 'label'"):
+        make(tiny_model(), rows)
 
 
 def test_several_label_columns_are_several_targets_with_their_names(make):
