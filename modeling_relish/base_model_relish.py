@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,14 @@ from .backbone_relish import (
     remove_final_norm,
     shallow_copy,
 )
+from .configuration_checks_relish import RelishConfigError
 from .configuration_relish import RelishConfig
 from .number_grid_relish import NumberGrid
 
 EMBEDDED_PREFIX = "embedded:"
 _HUB_ID = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")
+# Kinds of models whose positions begin behind the padding index.
+_BEHIND_PADDING = ("roberta", "camembert", "mpnet", "longformer", "esm", "ibert", "data2vec-text", "xmod", "luke")
 # What `cached_file` takes of the keywords of `from_pretrained`.
 FILE_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 # What a base model takes of them.
@@ -227,15 +231,30 @@ def _from_pretrained(
     return backbone
 
 
+def checked_kwargs(kwargs: dict[str, Any], settings: Collection[str]) -> dict[str, Any]:
+    """Return the keywords of `from_pretrained`, an older name of one replaced; what looks like a misspelt setting raises.
+
+    transformers passes on what it does not know, so that a typing error would be without effect.
+    """
+    kwargs = dict(kwargs)
+    if (dtype := kwargs.pop("torch_dtype", None)) is not None:
+        kwargs.setdefault("dtype", dtype)
+    for name in kwargs:
+        close = difflib.get_close_matches(name, settings, n=1, cutoff=0.85)
+        if close and close[0] != name and name not in (*FILE_KWARGS, *BACKBONE_KWARGS):
+            raise RelishConfigError(f"there is no setting {name!r}; {close[0]!r} may be meant.")
+    return kwargs
+
+
 def bounded_length(max_length: int, config: Any, num_appended_tokens: int = 0) -> int:
-    """Bound `max_length` by the positions that the backbone has (RoBERTa's begin after its padding index).
+    """Bound `max_length` by the positions that the backbone has (RoBERTa's begin behind its padding index).
 
     Tokens that are run after the prompt, as those of numbers, need positions too.
     """
     positions = getattr(config, "max_position_embeddings", None)
-    if not positions:
+    if not positions or positions < 1:  # XLNet has -1: no bound
         return max_length
-    offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
+    offset = (config.pad_token_id or 0) + 1 if any(name in config.model_type for name in _BEHIND_PADDING) else 0
     return min(max_length, positions - offset - num_appended_tokens)
 
 

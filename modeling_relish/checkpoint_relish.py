@@ -19,6 +19,7 @@ from .base_model_relish import (
     bare_model,
     bounded_length,
     check_safetensors,
+    checked_kwargs,
     load_backbone,
     load_base,
     name_of,
@@ -44,6 +45,7 @@ from .weights_relish import (
     load_head,
     quantization_of,
     realign,
+    remove_stale_weights,
     stand_beside,
 )
 
@@ -155,6 +157,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             AdapterError: if an adapter lacks the head or does not fit.
         """
         name = os.fspath(pretrained_model_name_or_path)
+        kwargs = checked_kwargs(kwargs, RelishConfig.__dataclass_fields__)
         which = {k: kwargs[k] for k in ("token", "cache_dir") if k in kwargs}
         offline = bool(kwargs.get("local_files_only"))
         # Once, so that config, weights and tokenizer are of one commit.
@@ -329,6 +332,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         super().save_pretrained(save_directory, is_main_process, state_dict=state_dict, **kwargs)
         if is_main_process:  # last, so that a save that fails loses nothing
             remove_adapter(save_directory)
+            remove_stale_weights(save_directory)
 
     @property
     def device(self) -> torch.device:

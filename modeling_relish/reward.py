@@ -183,6 +183,8 @@ def as_reward_model(
             f"as_reward_model takes a RelishForSequenceRegression, got {type(model).__name__}; of a PEFT model, the one that "
             "merge_and_unload() returns."
         )
+    if model.has_adapter:
+        raise RewardModelError("the model has an adapter on it: merge it first (peft_model.merge_and_unload()).")
     names = model.config.target_names
     w = torch.tensor(list(_checked_weights(weights, names)), dtype=torch.float64)
     state = {name: tensor.clone() for name, tensor in model.score.state_dict().items()}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from .backbone_relish import BackboneError
 from .base_model_relish import reading
@@ -90,6 +92,13 @@ def bring_back(head: nn.Module) -> None:
                     value = hook.weights_map[name].to(parameter.dtype)
                     module._parameters[name] = nn.Parameter(value, parameter.requires_grad)
     remove_hook_from_module(head, recurse=True)
+
+
+def remove_stale_weights(folder: str | os.PathLike) -> None:
+    """Of one file of weights and an index of several, remove the one that an earlier save left: it would be read first."""
+    both = [Path(folder) / name for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
+    if all(path.exists() for path in both):
+        min(both, key=lambda path: path.stat().st_mtime_ns).unlink()
 
 
 def keep_4_bit_weights(backbone: nn.Module) -> None:

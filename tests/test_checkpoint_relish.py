@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from modeling_relish import RelishConfig, RelishForSequenceRegression
 from modeling_relish.backbone_relish import BackboneError
 from modeling_relish.base_model_relish import BackboneMismatchError
+from modeling_relish.configuration_checks_relish import RelishConfigError
 
 TEMPLATE = "Text: {text}\nScore:"
 
@@ -281,3 +283,29 @@ def test_head_only_load_needs_no_more_memory_than_base_and_head(tmp_path):
         peak / 1e6,
         size / 1e6,
     )  # 40 MB: what Python itself imports and allocates meanwhile
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_misspelt_settings_raise_and_the_older_name_of_dtype_counts(whole, tmp_path):
+    base = str(save_backbone("llama", tmp_path / "base"))
+    RelishForSequenceRegression.from_backbone(base, prompt_template="{text}:").save_pretrained(
+        tmp_path / "out", save_backbone=whole
+    )
+    with pytest.raises(RelishConfigError, match="no setting 'promt_template'; 'prompt_template' may be meant"):
+        RelishForSequenceRegression.from_pretrained(tmp_path / "out", promt_template="{text}?")
+    loaded = RelishForSequenceRegression.from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16)
+    assert loaded.backbone.dtype == torch.bfloat16
+
+
+def test_shards_are_not_hidden_by_a_head_that_lay_there_nor_the_other_way(tmp_path):
+    base = str(save_backbone("llama", tmp_path / "base"))
+    model = RelishForSequenceRegression.from_backbone(base)
+    model.save_pretrained(tmp_path / "out")
+    model.save_pretrained(tmp_path / "out", save_backbone=True, max_shard_size="50KB")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    expected = model.predict(TEXTS[:3])
+    for _ in range(2):
+        found = RelishForSequenceRegression.from_pretrained(tmp_path / "out").predict(TEXTS[:3])
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        model.save_pretrained(tmp_path / "out")
+        assert not (tmp_path / "out" / "model.safetensors.index.json").exists()

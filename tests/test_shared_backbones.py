@@ -1,6 +1,7 @@
 """Heads that share a backbone, and backbones that are not what their name says: a score is right or refused, weights are kept."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from transformers import AutoModel, AutoTokenizer
 
 from modeling_relish import RelishForSequenceRegression
 from modeling_relish.backbone_relish import BackboneError
-from modeling_relish.reward import as_reward_model
+from modeling_relish.base_model_relish import bounded_length
+from modeling_relish.reward import RewardModelError, as_reward_model
 from modeling_relish.weights_relish import backbone_fingerprint
 
 # PEFT asks transformers by a name that transformers has renamed.
@@ -94,3 +96,19 @@ def test_one_row_of_many_embeddings_counts(dtype):
     with torch.no_grad():
         module[0].weight[7] += 1
     assert backbone_fingerprint(module, fine=True) != before
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions", "bound"),
+    [("camembert", 130, 128), ("mpnet", 514, 512), ("roberta", 514, 512), ("xlnet", -1, 1024), ("llama", 64, 64)],
+)
+def test_prompts_are_as_long_as_the_positions_that_a_backbone_has(kind, positions, bound):
+    config = SimpleNamespace(model_type=kind, max_position_embeddings=positions, pad_token_id=1)
+    assert bounded_length(1024, config) == bound
+
+
+def test_an_adapter_is_merged_before_targets_become_a_reward(base):
+    model = tiny_model(base, num_labels=2)
+    get_peft_model(model, LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["q_proj"]))
+    with pytest.raises(RewardModelError, match="merge it first"):
+        as_reward_model(model, [1.0, 2.0])
