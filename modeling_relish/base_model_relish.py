@@ -145,24 +145,6 @@ def whole_config(name: str, hub: dict[str, Any]) -> PreTrainedConfig:
     return _read_config(name, base_path(name), hub).get_text_config()
 
 
-def name_of(model: PreTrainedModel) -> str | None:
-    """Return the name that a loaded model came from.
-
-    `None` where it has none, and where its vocabulary is another than what lies under the name: tokens were added, and their
-    rows would be lost if only the name were saved.
-    """
-    name = model.config._name_or_path or None
-    if name is None:
-        return None
-    if Path(name).is_dir():  # a relative folder would mean another one from another place
-        name = str(Path(name).resolve())
-    try:
-        there = whole_config(name, {})
-    except (BackboneError, OSError):  # gone or out of reach: told where it is needed
-        return name
-    return name if there.vocab_size == model.config.get_text_config().vocab_size else None
-
-
 def _read_config(name: str, path: str, hub: dict[str, Any]) -> PreTrainedConfig:
     what = f"the base model {name!r}{_at(hub)}"
     try:

@@ -22,7 +22,6 @@ from .base_model_relish import (
     checked_kwargs,
     load_backbone,
     load_base,
-    name_of,
     nothing_missing,
     output_row,
     reading,
@@ -35,6 +34,7 @@ from .base_model_relish import (
 from .configuration_checks_relish import LM_HEADS, RelishConfigError
 from .configuration_relish import RelishConfig
 from .hub_relish import HubMixin, write_code
+from .loaded_base_relish import name_of
 from .text_relish import PromptTemplate
 from .weights_relish import (
     backbone_fingerprint,
@@ -73,7 +73,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         """Start a model with a fresh head.
 
         Args:
-            backbone: Hub id, folder, `embedded:NAME`, or a loaded model (shared, not copied; saved whole if tokens were added).
+            backbone: Hub id, folder, `embedded:NAME`, or a loaded model (shared, not copied; saved whole if it was trained).
             revision: Of the backbone on the Hub.
             **kwargs: Settings of [`RelishConfig`] (backbone_layer, prompt_template, num_labels ...), and what
                 `AutoModel.from_pretrained` takes (dtype, device_map, token ...). `number_grid` may be numbers, a mapping

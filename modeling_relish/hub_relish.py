@@ -41,7 +41,7 @@ def code_files() -> list[Path]:
 def write_code(folder: str | os.PathLike) -> None:
     """Copy the modules into a checkpoint, each under a temporary name first.
 
-    Every checkpoint gets them (100 kB or so): any tool may upload a folder, and its config names these files.
+    Every checkpoint gets them (200 kB or so): any tool may upload a folder, and its config names these files.
     """
     for file in code_files():
         target = Path(folder) / file.name

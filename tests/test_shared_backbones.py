@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from language_models import tiny_language_model
 from peft import LoraConfig, TrainableTokensConfig, get_peft_model
-from tiny import TEXTS, save_backbone
+from tiny import TEXTS, TOKENIZERS, save_backbone
 from torch import nn
 from training import ROWS, make_trainer, tiny_model
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from modeling_relish import RelishForSequenceRegression
 from modeling_relish.backbone_relish import BackboneError
@@ -112,3 +113,32 @@ def test_an_adapter_is_merged_before_targets_become_a_reward(base):
     get_peft_model(model, LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["q_proj"]))
     with pytest.raises(RewardModelError, match="merge it first"):
         as_reward_model(model, [1.0, 2.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", ["bare", "language model"])
+@pytest.mark.parametrize("changed", ["nothing", "a bias", "a matrix"])
+def test_a_model_that_was_tuned_in_memory_is_saved_whole_and_an_untouched_one_by_its_name(
+    changed, given, dtype, tmp_path
+):
+    source = tiny_language_model("gpt2")
+    source.save_pretrained(tmp_path / "base", max_shard_size="50KB")
+    TOKENIZERS["gpt2"]().save_pretrained(tmp_path / "base")
+    kind = AutoModel if given == "bare" else AutoModelForCausalLM
+    loaded = kind.from_pretrained(tmp_path / "base", dtype=dtype)
+    with torch.no_grad():
+        layer = loaded.base_model.h[1].mlp.c_fc
+        if changed != "nothing":
+            (layer.bias if changed == "a bias" else layer.weight).add_(0.05)
+    model = tiny_model(loaded)
+    assert (model.config.backbone_name_or_path is None) is (changed != "nothing")
+    expected = model.predict(TEXTS[:3], TOKENIZERS["gpt2"]())
+    model.save_pretrained(tmp_path / "out")
+    again = RelishForSequenceRegression.from_pretrained(tmp_path / "out")
+    np.testing.assert_allclose(again.predict(TEXTS[:3], TOKENIZERS["gpt2"]()), expected, rtol=1e-5)
+
+
+def test_a_model_that_was_rounded_on_its_way_keeps_its_name(base):
+    assert (
+        tiny_model(AutoModel.from_pretrained(base, dtype=torch.bfloat16).float()).config.backbone_name_or_path == base
+    )
