@@ -172,7 +172,7 @@ def save_adapter(model: Any, folder: str | os.PathLike, adapter_name: str = "def
     settings = model.peft_config[adapter_name]
     if not (model.config.backbone_name_or_path or settings.base_model_name_or_path):
         logger.warning_once(
-            "the adapter's base model has no name, or tokens were added to it: its weights are not saved with the adapter. To "
+            "the adapter's base model has no name, or is not what lies under it: its weights are not saved with the adapter. To "
             "have them again, save the model with save_pretrained first, load it from there, and put the adapter on that."
         )
     folder = Path(folder)

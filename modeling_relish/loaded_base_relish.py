@@ -29,19 +29,21 @@ def name_of(model: PreTrainedModel) -> str | None:
         name = str(Path(name).resolve())
     try:
         there = whole_config(name, {})
-        files = _weight_files(base_path(name))
+        files = _weight_files(base_path(name), getattr(model.config, "_commit_hash", None))
     except (BackboneError, OSError):  # gone or out of reach: told where it is needed
         return name
     same = there.vocab_size == model.config.get_text_config().vocab_size and not _differs(model, files)
     return name if same else None
 
 
-def _weight_files(path: str) -> list[Path]:
-    """Return a checkpoint's files of weights that are on this machine; nothing is fetched."""
+def _weight_files(path: str, commit: str | None) -> list[Path]:
+    """Return a checkpoint's files of weights that are on this machine, of the commit that was loaded; nothing is fetched."""
     if Path(path).is_dir():
         return sorted(Path(path).glob("*.safetensors"))
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        found = cached_file(path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        found = cached_file(
+            path, name, revision=commit, local_files_only=True, _raise_exceptions_for_missing_entries=False
+        )
         if found is not None:
             return sorted(Path(found).parent.glob("*.safetensors"))
     return []

@@ -57,7 +57,7 @@ class Difference:
         if self.is_one:
             return "better" if (self.value > 0) != (self.metric == "nrmse") else "worse"
         if math.isinf(self.rows[0]):
-            return "too few rows: not called"
+            return "too few rows, or too few different answers: not called"
         if _excludes_zero(self.rows) and math.isinf(self.interval[0]):
             return "one seed: not called"
         return "not shown"

@@ -60,8 +60,7 @@ class Task:
             labels = self.labels(split)
             if split != "train" and len(labels) < MIN_HELD_OUT:
                 raise CompareError(
-                    f"data set {self.name!r}: {len(labels)} {split} row(s) say nothing; at least {MIN_HELD_OUT} are needed, and "
-                    "30 before a difference is called one."
+                    f"data set {self.name!r}: {len(labels)} {split} row(s) say nothing; at least {MIN_HELD_OUT} are needed."
                 )
             if labels.min() < low or labels.max() > high:
                 raise CompareError(
