@@ -17,6 +17,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from paper_claims import RELISH, SEARCHED, UNTRAINED, claims
 
 from modeling_relish.compare import Options, Task, compare, load_task
 from modeling_relish.compare.methods_heads import LORA_RATES
@@ -45,12 +46,10 @@ HEADS = (
 SLOW = ("many_shot", "rail_sampling")
 TUNED = ("raft", "relish", "relish_layer_search", "linear", "mlp")
 SAID = ("zero_shot", "rail", *SLOW)
-# SmolLM2's vocabulary has them for parts of code repositories: no word of a prompt is one of them.
-UNTRAINED = ("<reponame>", "<gh_stars>", "<issue_start>", "<jupyter_start>", "<empty_output>")
 GRIDS = (
     {"5": 5}, [1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], {letter: i for i, letter in enumerate("ABCDEF")},
     {month: i for i, month in enumerate(("January", "February", "March", "April", "May", "June"))},
-    {token: i + 1 for i, token in enumerate(UNTRAINED)}, NumberGrid.between(0, 5, 0.1).to_dict(),
+    {token: i + 1 for i, token in enumerate(UNTRAINED.split())}, NumberGrid.between(0, 5, 0.1).to_dict(),
 )  # fmt: skip
 # One change each to RELISH at the layer that was searched.
 ABLATIONS = (
@@ -70,7 +69,6 @@ FOLDERS = {
 VALIDATION_ROWS, WHOLE_EPOCHS = 500, 1
 # RELISH relative to the second best, means over the paper's data sets and backbones (RELISH, abstract and table 2).
 PAPER = {"pearson": 0.067, "spearman": 0.072, "nrmse": -0.199}
-RELISH, SEARCHED = "RELISH", "RELISH, layer search"
 app = typer.Typer(add_completion=False)
 
 
@@ -224,6 +222,7 @@ class Table:
                 parts += wins(tables)
             parts.append(f"Every row, with significance and costs: [{folder}/report.md]({folder}/report.md).")
         parts += against_raft(found.get("frozen", ()), found.get("whole", ()))
+        parts += claims(found)
         (self.output / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
