@@ -6,6 +6,7 @@ Each card is of one run: the demo's, and for STS-B that of the three seeds which
 """
 
 import json
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import LlamaConfig
 
 from modeling_relish import RelishConfig
 from modeling_relish.cli_shared import DEFAULT_BACKBONE
+from modeling_relish.compare.results import read_results
+from modeling_relish.compare.summary import make_tables
 from modeling_relish.demo import LAYER, TEMPLATE
 from modeling_relish.model_card import model_card, note_evaluation
 
@@ -73,9 +76,25 @@ def stsb_card() -> str:
         "and the seed of three.",
         notes=[
             f"Seed {run['seed']}; over three seeds the test Pearson is {spread['mean']:.4f} ± {spread['std']:.4f}.",
+            f"Other methods on the same test rows and base model, Pearson: {_others()}.",
             "The order of the two sentences is part of the prompt: swapping them can change the number.",
         ],
     )  # fmt: skip
+
+
+def _others() -> str:
+    """What the paper's table has of other methods on STS-B: mean and deviation over three seeds."""
+    (table,) = [
+        found
+        for found in make_tables(read_results(RESULTS / "paper" / "frozen" / "results"))
+        if found.dataset == "stsb" and found.backbone.startswith("SmolLM2")
+    ]
+    rows = {row.name: row for row in table.rows}
+    names = ("RELISH, layer search", "MLP, mean, layer search", "RELISH", "MLP, mean", "TF-IDF, ridge")
+    found = [(name, rows[name].mean("pearson"), rows[name].spread("pearson")) for name in names]
+    return "; ".join(
+        f"{name}: {mean:.3f}" + ("" if isnan(spread) else f" ± {spread:.3f}") for name, mean, spread in found
+    )
 
 
 def _config(

@@ -118,6 +118,21 @@ def test_readme_quotes_the_language_models_own_numbers():
     assert all(len(thousand[name].runs) == 3 for name in whole)
 
 
+@pytest.mark.parametrize("name", ["02_your_own_table_and_layer_search", "03_raft_and_relish"])
+def test_a_notebook_quotes_the_papers_table(name):
+    cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    ((folder, dataset, backbone, block),) = re.findall(
+        r"<!-- results/paper/(\w+): ([\w-]+), (\w+) -->\n([\s\S]*?)<!-- end -->", text
+    )
+    found = {row.name: row for row in measured(folder, dataset, backbone)}
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()[2:]]
+    assert len(rows) > 3
+    for method, *cells in rows:
+        assert cells == cells_of(found[method]), method
+        assert len(found[method].runs) == 3, method
+
+
 def test_readme_quotes_raft_over_other_grids_and_one_digit_trains_as_well_as_five():
     by_grid = {
         " ".join(NumberGrid.from_setting(row.runs[0].settings["number_grid"]).strings): row

@@ -147,3 +147,19 @@ def test_figures_of_the_finished_cards_are_those_measured(name):
     assert [float(cell) for cell in row.strip("| ").split("|")[3:]] == pytest.approx(list(measured.values()), abs=5e-5)
     assert card.data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert card.data.license == "apache-2.0"
+
+
+def test_the_finished_card_quotes_other_methods_from_their_runs():
+    text = (ROOT / "model_cards" / "relish-smollm2-135m-stsb.md").read_text(encoding="utf-8")
+    quoted = dict(
+        re.findall(r"(?<=[:;] )([A-Z][^:;]+): (-?\d\.\d{3})", text.split("base model, Pearson")[1].splitlines()[0])
+    )
+    assert len(quoted) == 5
+    for name, value in quoted.items():
+        runs = [
+            json.loads(path.read_text()) for path in (RESULTS / "paper" / "frozen" / "results").glob("stsb--*.json")
+        ]
+        own = [
+            r["test"]["pearson"] for r in runs if r["method"] == name and r["backbone"] in ("", "SmolLM2-135M-Instruct")
+        ]
+        assert float(value) == pytest.approx(sum(own) / len(own), abs=5.1e-4), name
