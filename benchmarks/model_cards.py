@@ -24,6 +24,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 CARDS = ROOT / "model_cards"
 STSB_ROW = "RELISH, layer 16"
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+# Row of the paper's table -> what a reader of the card is told.
+LABELS = {
+    "RELISH, layer search": "RELISH on the layer that a search finds",
+    "MLP, mean, layer search": "an MLP over mean states, with a layer search of its own",
+    "RELISH": "RELISH on the last layer",
+    "MLP, mean": "the MLP on the last layer",
+    "TF-IDF, ridge": "ridge regression on TF-IDF, without a language model",
+}
 
 
 def demo_card() -> str:
@@ -76,7 +84,7 @@ def stsb_card() -> str:
         "and the seed of three.",
         notes=[
             f"Seed {run['seed']}; over three seeds the test Pearson is {spread['mean']:.4f} ± {spread['std']:.4f}.",
-            f"Other methods on the same test rows and base model, Pearson: {_others()}.",
+            f"All on the same test rows, mean Pearson of three seeds where a seed matters: {_others()}.",
             "The order of the two sentences is part of the prompt: swapping them can change the number.",
         ],
     )  # fmt: skip
@@ -90,10 +98,9 @@ def _others() -> str:
         if found.dataset == "stsb" and found.backbone.startswith("SmolLM2")
     ]
     rows = {row.name: row for row in table.rows}
-    names = ("RELISH, layer search", "MLP, mean, layer search", "RELISH", "MLP, mean", "TF-IDF, ridge")
-    found = [(name, rows[name].mean("pearson"), rows[name].spread("pearson")) for name in names]
+    found = [(label, rows[name].mean("pearson"), rows[name].spread("pearson")) for name, label in LABELS.items()]
     return "; ".join(
-        f"{name}: {mean:.3f}" + ("" if isnan(spread) else f" ± {spread:.3f}") for name, mean, spread in found
+        f"{label} {mean:.3f}" + ("" if isnan(spread) else f" ± {spread:.3f}") for label, mean, spread in found
     )
 
 

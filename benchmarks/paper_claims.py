@@ -61,15 +61,19 @@ def rows_of(
 ) -> dict[tuple[str, str], Row]:
     """Find a method's row on every data set and backbone; (data set without its number of rows, backbone) -> row.
 
-    Of several rows of one method the one with the best validation Pearson is taken, unless settings tell them apart.
+    Of several rows of one method, unless settings tell them apart, that with the most seeds is taken, and of such the one
+    with the best validation Pearson.
     """
     found: dict[tuple[str, str], Row] = {}
     for table in tables.get(folder, ()):
         rows = [row for row in table.rows if row.runs[0].method == method and _has(row, settings)]
         if rows and dataset in (None, table.dataset):
-            best = max(rows, key=lambda row: np.nan_to_num(row.mean("pearson", "validation"), nan=-np.inf))
-            found[table.dataset.removesuffix("-1000"), table.backbone] = best
+            found[table.dataset.removesuffix("-1000"), table.backbone] = max(rows, key=_seeds_and_validation)
     return found
+
+
+def _seeds_and_validation(row: Row) -> tuple[int, float]:
+    return len(row.runs), float(np.nan_to_num(row.mean("pearson", "validation"), nan=-np.inf))
 
 
 def _has(row: Row, settings: Mapping[str, Any]) -> bool:

@@ -1,12 +1,15 @@
 """What the tests of comparisons share: a table, tiny backbones on disk, options that take seconds."""
 
 import csv
+import math
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from tiny import BACKBONES, SCORES, TEXTS, TOKENIZERS, save_backbone
 from transformers import AutoModelForCausalLM
 
-from modeling_relish.compare import Options
+from modeling_relish.compare import Options, compare
 
 OPTIONS = Options(
     epochs=2, backbone_epochs=1, candidates=2, batch_size=8, backbone_batch_size=8, lora_rank=2, shots=2, samples=2,
@@ -47,3 +50,31 @@ def save_everything(folder):
     """Return the table's folder, and the names of a language model and an encoder on disk."""
     encoder = save_backbone("bert", folder / "tiny-bert")
     return save_table(folder / "words"), str(save_language_model(folder / "tiny-qwen")), str(encoder)
+
+
+def compare_on(places, features):
+    """Return `compare` on what `save_everything` saved, with options that take seconds; features are shared by all calls."""
+    data, backbone, encoder = places
+
+    def call(output, data=data, **changed):
+        given = {
+            "backbones": backbone, "encoder": encoder, "seeds": 1, "options": OPTIONS, "features_dir": features,
+            "layer_settings": LAYERS, "write_reports": False, "log": lambda line: None, **SCALE,
+        }  # fmt: skip
+        return compare(str(data), output, **given | changed)
+
+    return call
+
+
+class MeasuredRow:
+    """A row of a table of results with these test Pearsons, one for each seed."""
+
+    def __init__(self, method, *pearsons, name=None, **settings):
+        self.name, self.regime, self.values = name or method, "frozen", pearsons
+        self.runs = [SimpleNamespace(method=method, settings=settings, trainable_parameters=1) for _ in pearsons]
+
+    def mean(self, metric, part="test"):
+        return float(np.mean(self.values))
+
+    def spread(self, metric):
+        return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan

@@ -105,3 +105,10 @@ def brute_force(model, rows: Sequence[Sequence[int]], sequences: Sequence[Sequen
             log_softmax = shifted - shifted.exp().sum(-1, keepdim=True).log()
             found.append(sum(log_softmax[i, token] for i, token in enumerate(sequence)))
     return torch.stack(found).view(len(rows), len(sequences))
+
+
+def save_tiny_llama(folder):
+    """Save a tiny Llama with its output layer, and a tokenizer; return the folder's name."""
+    tiny_language_model("llama").save_pretrained(folder)
+    TOKENIZERS["llama"]().save_pretrained(folder)
+    return str(folder)

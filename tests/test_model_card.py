@@ -149,17 +149,19 @@ def test_figures_of_the_finished_cards_are_those_measured(name):
     assert card.data.license == "apache-2.0"
 
 
-def test_the_finished_card_quotes_other_methods_from_their_runs():
+@pytest.mark.parametrize(
+    ("label", "method"),
+    [
+        ("RELISH on the layer that a search finds", "RELISH, layer search"),
+        ("an MLP over mean states, with a layer search of its own", "MLP, mean, layer search"),
+        ("RELISH on the last layer", "RELISH"),
+        ("the MLP on the last layer", "MLP, mean"),
+        ("ridge regression on TF-IDF, without a language model", "TF-IDF, ridge"),
+    ],
+)
+def test_the_finished_card_quotes_other_methods_from_their_runs(label, method):
     text = (ROOT / "model_cards" / "relish-smollm2-135m-stsb.md").read_text(encoding="utf-8")
-    quoted = dict(
-        re.findall(r"(?<=[:;] )([A-Z][^:;]+): (-?\d\.\d{3})", text.split("base model, Pearson")[1].splitlines()[0])
-    )
-    assert len(quoted) == 5
-    for name, value in quoted.items():
-        runs = [
-            json.loads(path.read_text()) for path in (RESULTS / "paper" / "frozen" / "results").glob("stsb--*.json")
-        ]
-        own = [
-            r["test"]["pearson"] for r in runs if r["method"] == name and r["backbone"] in ("", "SmolLM2-135M-Instruct")
-        ]
-        assert float(value) == pytest.approx(sum(own) / len(own), abs=5.1e-4), name
+    (quoted,) = re.findall(rf"[:;] {label} (-?\d\.\d{{3}})", text)
+    runs = [json.loads(path.read_text()) for path in (RESULTS / "paper" / "frozen" / "results").glob("stsb--*.json")]
+    own = [r for r in runs if r["method"] == method and r["backbone"] in ("", "SmolLM2-135M-Instruct")]
+    assert float(quoted) == pytest.approx(sum(r["test"]["pearson"] for r in own) / len(own), abs=5.1e-4)

@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+from comparing import MeasuredRow
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,20 +16,6 @@ def paper_claims(monkeypatch):
     import paper_claims
 
     return paper_claims
-
-
-class Row:
-    """A row with these test Pearsons, one for each seed."""
-
-    def __init__(self, method, *pearsons, name=None, **settings):
-        self.name, self.values = name or method, pearsons
-        self.runs = [SimpleNamespace(method=method, settings=settings)]
-
-    def mean(self, metric, part="test"):
-        return float(np.mean(self.values))
-
-    def spread(self, metric):
-        return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
 
 
 def table(dataset, *rows, backbone="b"):
@@ -52,16 +38,16 @@ def judged(paper_claims, text, **folders):
     ],
 )
 def test_a_lead_is_one_beyond_the_seeds_spread(paper_claims, relish, raft, verdict):
-    frozen = [table("stsb", Row("RELISH", *relish), Row("RELISH, layer search", 0.99))]
-    whole = [table("stsb", Row("RAFT", *raft))]
+    frozen = [table("stsb", MeasuredRow("RELISH", *relish), MeasuredRow("RELISH, layer search", 0.99))]
+    whole = [table("stsb", MeasuredRow("RAFT", *raft))]
     found = judged(paper_claims, "RELISH, last layer, before RAFT", frozen=frozen, whole=whole)
     assert found[0] == verdict
 
 
 def test_each_data_set_and_backbone_counts_and_the_worst_is_shown(paper_claims):
     frozen = [
-        table("stsb", Row("RELISH", 0.8), Row("linear, mean", 0.7), Row("MLP, mean", 0.75)),
-        table("sickr", Row("RELISH", 0.8), Row("linear, mean", 0.9), backbone="other"),
+        table("stsb", MeasuredRow("RELISH", 0.8), MeasuredRow("linear, mean", 0.7), MeasuredRow("MLP, mean", 0.75)),
+        table("sickr", MeasuredRow("RELISH", 0.8), MeasuredRow("linear, mean", 0.9), backbone="other"),
     ]
     verdict, figures = judged(paper_claims, "RELISH before static heads, frozen", frozen=frozen)
     assert verdict == "**in part**"
@@ -69,7 +55,9 @@ def test_each_data_set_and_backbone_counts_and_the_worst_is_shown(paper_claims):
 
 
 def test_the_same_rows_of_training_are_compared(paper_claims):
-    thousand = [table("stsb-1000", Row("RELISH", 0.8), Row("linear, mean", 0.7), Row("MLP, mean", 0.7))]
+    thousand = [
+        table("stsb-1000", MeasuredRow("RELISH", 0.8), MeasuredRow("linear, mean", 0.7), MeasuredRow("MLP, mean", 0.7))
+    ]
     assert judged(paper_claims, "RELISH before static heads, LoRA", thousand=thousand)[0] == "yes"
     assert judged(paper_claims, "RELISH before static heads, frozen", thousand=thousand) == ("not measured", "–")
 
@@ -77,21 +65,33 @@ def test_the_same_rows_of_training_are_compared(paper_claims):
 def test_about_equal_is_within_the_spread_or_a_hundredth(paper_claims):
     text = "Huber about as good as MSE"
     for huber, mse, verdict in (([0.8], [0.809], "yes"), ([0.8], [0.82], "**no**"), ([0.77, 0.83], [0.82], "yes")):
-        rows = [Row("RELISH", *huber, learning_rate=1), Row("RELISH", *mse, learning_rate=1, objective="mse")]
+        rows = [
+            MeasuredRow("RELISH", *huber, learning_rate=1),
+            MeasuredRow("RELISH", *mse, learning_rate=1, objective="mse"),
+        ]
         # Another change at once is another row, whatever it reaches.
-        rows.append(Row("RELISH", 0.1, learning_rate=1, objective="mse", num_latents=4))
+        rows.append(MeasuredRow("RELISH", 0.1, learning_rate=1, objective="mse", num_latents=4))
         assert judged(paper_claims, text, ablations=[table("stsb", *rows)])[0] == verdict
 
 
 def test_grids_are_told_apart_by_their_tokens(paper_claims):
     months = dict(zip(paper_claims.MONTHS.split(), range(6), strict=True))
     rows = [
-        Row("RAFT", 0.5, number_grid=months, name="months"),
-        Row("RAFT", 0.6, number_grid={letter: i for i, letter in enumerate("ABCDEF")}),
+        MeasuredRow("RAFT", 0.5, number_grid=months, name="months"),
+        MeasuredRow("RAFT", 0.6, number_grid={letter: i for i, letter in enumerate("ABCDEF")}),
     ]
     grids = [table("stsb-1000", *rows)]
     assert judged(paper_claims, "letters before months", grids=grids)[0] == "yes"
     assert judged(paper_claims, "digits before letters", grids=grids) == ("not measured", "–")
+
+
+def test_a_choice_that_was_abandoned_after_one_seed_does_not_stand_for_the_method(paper_claims):
+    chosen, abandoned = (
+        MeasuredRow("RELISH", 0.7, 0.7, 0.7, learning_rate=1),
+        MeasuredRow("RELISH", 0.9, learning_rate=2),
+    )
+    frozen, whole = [table("stsb", abandoned, chosen)], [table("stsb", MeasuredRow("RAFT", 0.8))]
+    assert judged(paper_claims, "RELISH, last layer, before RAFT", frozen=frozen, whole=whole)[0] == "**no**"
 
 
 def test_a_claim_is_a_line_measured_or_not(paper_claims):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from comparing import save_language_model, save_table
+from comparing import MeasuredRow, save_language_model, save_table
 
 from modeling_relish.compare.results import read_results
 
@@ -102,7 +102,16 @@ def test_the_table_has_our_gaps_beside_the_papers(paper):
     assert gaps["RELISH, layer search, here"][0] == f"{mean('RELISH, layer search') / best - 1:+.1%}"
     wins, against = text.split("## Test Pearson")[1].split("## RELISH on frozen states against RAFT")
     against, claims = against.strip().split("\n\n## What the papers find")
-    assert "| RELISH, layer search, before RAFT |" in claims
+    judged = {line.split(" | ")[0].strip("| "): line.split(" | ")[2] for line in claims.splitlines()[4:]}
+    # Rows of every folder are found: what was measured has a verdict.
+    measured = {claim for claim, verdict in judged.items() if verdict != "not measured"}
+    assert {
+        "RELISH, layer search, before RAFT",
+        "RELISH before static heads, LoRA",
+        "three steps before one",
+    } <= measured
+    assert {"RAFT before cross-entropy, however it is read", "grid of one digit as good as five"} <= measured
+    assert judged["letters before months"] == judged["Huber about as good as MSE"] == "not measured"
     assert len(re.findall(r"^\| (?:stsb|sickr|wmt20)", wins, re.M)) == 2
     own = [r.test for r in results if (r.method, r.dataset) == ("RELISH, layer search", "stsb")]
     raft = [r.test for r in read_results(folder / "paper" / "whole" / "results") if r.method == "RAFT"]
@@ -117,40 +126,34 @@ def test_the_table_has_our_gaps_beside_the_papers(paper):
     assert [line.strip(" |").split(" | ")[-3:] for line in against.splitlines() if "---" not in line][-4:] == shown
 
 
-class Row:
-    """A row with these test Pearsons, one for each seed."""
-
-    def __init__(self, name, *pearsons, **settings):
-        self.name, self.regime, self.values = name, "frozen", pearsons
-        self.runs = [SimpleNamespace(trainable_parameters=1, settings=settings)]
-
-    def mean(self, metric):
-        return float(np.mean(self.values))
-
-    def spread(self, metric):
-        return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
-
-
 @pytest.mark.parametrize(
     ("own", "others", "verdict"),
     [
-        ([0.83, 0.84, 0.85], [Row("MLP", 0.80, 0.81, 0.82), Row("linear", 0.7, 0.7, 0.7)], "yes"),
-        ([0.83, 0.84, 0.85], [Row("MLP", 0.83, 0.83, 0.84), Row("linear", math.nan)], "**no**: MLP"),
+        ([0.83, 0.84, 0.85], [MeasuredRow("MLP", 0.80, 0.81, 0.82), MeasuredRow("linear", 0.7, 0.7, 0.7)], "yes"),
+        ([0.83, 0.84, 0.85], [MeasuredRow("MLP", 0.83, 0.83, 0.84), MeasuredRow("linear", math.nan)], "**no**: MLP"),
         # Further below than the best of them, and by less than its spread.
-        ([0.83, 0.84, 0.85], [Row("MLP", 0.81, 0.81, 0.81), Row("linear", 0.7, 0.8, 0.9)], "**no**: linear"),
-        ([0.83, 0.84, 0.85], [Row("RELISH", 0.86, 0.86, 0.86)], "**no**: RELISH"),
-        ([0.83, 0.84, 0.85], [Row("RELISH", 0.83, 0.84, 0.85, layer=1), Row("MLP", 0.7, 0.7, 0.7)], "yes"),
-        ([0.83, 0.84, 0.85], [Row("MLP", 0.7)], "one seed"),
-        ([0.83], [Row("MLP", 0.7, 0.7, 0.7)], "one seed"),
+        (
+            [0.83, 0.84, 0.85],
+            [MeasuredRow("MLP", 0.81, 0.81, 0.81), MeasuredRow("linear", 0.7, 0.8, 0.9)],
+            "**no**: linear",
+        ),
+        ([0.83, 0.84, 0.85], [MeasuredRow("RELISH", 0.86, 0.86, 0.86)], "**no**: RELISH"),
+        (
+            [0.83, 0.84, 0.85],
+            [MeasuredRow("RELISH", 0.83, 0.84, 0.85, layer=1), MeasuredRow("MLP", 0.7, 0.7, 0.7)],
+            "yes",
+        ),
+        ([0.83, 0.84, 0.85], [MeasuredRow("MLP", 0.7)], "one seed"),
+        ([0.83], [MeasuredRow("MLP", 0.7, 0.7, 0.7)], "one seed"),
     ],
 )
 def test_relish_beats_the_other_heads_by_more_than_the_spread_or_the_table_says_no(own, others, verdict, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import paper_table
+    import paper_report
 
-    rows = [Row("RELISH, layer search", *own, layer=1), *others]
+    rows = [MeasuredRow("RELISH, layer search", *own, layer=1), *others]
     table = SimpleNamespace(dataset="stsb", backbone="b", rows=rows)
-    _, lines = paper_table.wins([table])
+    _, lines = paper_report.wins([table])
     assert lines.splitlines()[-1].split(" | ")[-1].strip(" |") == verdict
 
 
