@@ -28,6 +28,10 @@ _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_no
 # Norms that run before the first layer and stay.
 _FIRST_NORMS = ("word_embeddings_layernorm", "embedding_norm", "embeddings_layernorm", "input_layer_norm")
 
+# Whose states of tokens move with the padding beside them, whatever the mask says.
+_READS_PADDING = ("convbert",)
+_READS_LEFT_PADDING = ("rwkv",)
+
 
 class BackboneError(ValueError):
     """A backbone that cannot be built, cut, loaded or trusted; the message names it."""
@@ -162,6 +166,11 @@ def check_architecture(config: PreTrainedConfig, causal_lm: bool = False) -> Non
         raise BackboneError(
             f"{config.model_type} is an encoder-decoder: it has no single sequence of hidden states. Use a decoder or an encoder."
         )
+    if config.model_type in _READS_PADDING:
+        raise BackboneError(
+            f"{config.model_type} has convolutions over its tokens that read padding: a score would depend on the other texts of "
+            "its batch. Use another encoder."
+        )
     if type(config) not in MODEL_MAPPING:
         raise BackboneError(
             f"{config.model_type} has no bare model in transformers' AutoModel; it cannot be a backbone."
@@ -218,7 +227,7 @@ def layer_states(backbone: PreTrainedModel, layers: Sequence[int], **inputs: Any
     return torch.cat([found[layer] for layer in layers], dim=-1)
 
 
-def position_ids_from_mask(mask: torch.Tensor, backbone: nn.Module) -> torch.Tensor | None:
+def position_ids_from_mask(mask: torch.Tensor, backbone: PreTrainedModel) -> torch.Tensor | None:
     """Count positions over real tokens, so that padding on the left moves nothing.
 
     Args:
@@ -228,7 +237,15 @@ def position_ids_from_mask(mask: torch.Tensor, backbone: nn.Module) -> torch.Ten
 
     Returns:
         (B, T) int64, or `None` where the backbone has no absolute or rotary positions to set.
+
+    Raises:
+        BackboneError: for padding on the left of a recurrent model that takes no mask.
     """
+    model_type = backbone.config.model_type
+    if model_type in _READS_LEFT_PADDING and not torch.compiler.is_compiling() and not bool(mask[:, 0].all()):
+        raise BackboneError(
+            f"{model_type} carries what it reads from token to token, padding too: pad on the right (tokenizer.padding_side)."
+        )
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
         return None
     positions = mask.long().cumsum(-1) - 1

@@ -31,7 +31,7 @@ from .base_model_relish import (
     whole_config,
     without_pooler,
 )
-from .configuration_checks_relish import LM_HEADS, RelishConfigError
+from .configuration_checks_relish import LABEL_SETTINGS, LM_HEADS, RelishConfigError
 from .configuration_relish import RelishConfig
 from .hub_relish import HubMixin, write_code
 from .loaded_base_relish import name_of
@@ -85,7 +85,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         """
         loading = {k: kwargs.pop(k) for k in BACKBONE_KWARGS if k in kwargs}
         tokenizer = kwargs.pop("tokenizer", None)
-        known = set(RelishConfig.__dataclass_fields__) | {"num_labels", "id2label", "label2id"}
+        known = set(RelishConfig.__dataclass_fields__) | LABEL_SETTINGS
         if unknown := sorted(set(kwargs) - known):
             raise RelishConfigError(f"unknown setting(s) {unknown}; RelishConfig knows {sorted(known)}.")
         layers = {k: kwargs[k] for k in ("backbone_layer", "backbone_layers") if k in kwargs}
@@ -157,7 +157,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
             AdapterError: if an adapter lacks the head or does not fit.
         """
         name = os.fspath(pretrained_model_name_or_path)
-        kwargs = checked_kwargs(kwargs, RelishConfig.__dataclass_fields__)
+        kwargs = checked_kwargs(kwargs, settings := set(RelishConfig.__dataclass_fields__) | LABEL_SETTINGS)
         which = {k: kwargs[k] for k in ("token", "cache_dir") if k in kwargs}
         offline = bool(kwargs.get("local_files_only"))
         # Once, so that config, weights and tokenizer are of one commit.
@@ -166,7 +166,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
         with reading(f"the checkpoint {name!r}"):
             adapter = find_adapter(name, kwargs, hub)
         if not isinstance(config, RelishConfig):
-            own = {k: kwargs.pop(k) for k in list(kwargs) if k in RelishConfig.__dataclass_fields__ and k != "dtype"}
+            own = {k: kwargs.pop(k) for k in list(kwargs) if k in settings and k != "dtype"}
             with reading(f"the checkpoint {name!r}"):
                 if adapter is not None and config is None:
                     config = adapter_config(adapter, **own)
@@ -237,7 +237,7 @@ class RelishPreTrainedModel(HubMixin, PreTrainedModel):  # type: ignore[misc]
     def _adopt_base(self, base: PreTrainedModel) -> Any:
         """Note that the backbone's weights are the base model's, compare them with the head's memory of them, freeze them."""
         check_no_others_adapter(self)
-        found = backbone_fingerprint(base)
+        found = backbone_fingerprint(base, embeddings=True)
         expected = self.config.backbone_fingerprint
         if fingerprints_differ(expected, found):
             raise BackboneMismatchError(

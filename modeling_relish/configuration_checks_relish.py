@@ -19,6 +19,8 @@ OBJECTIVES = ("huber", "mse", *GRID_OBJECTIVES)
 # A layer that RelishTrainer is to choose.
 AUTO_LAYER = "auto"
 TRUNCATIONS = ("longest_first", "error")
+# Of every transformers configuration, beside the fields of ours.
+LABEL_SETTINGS = {"num_labels", "id2label", "label2id"}
 
 
 class RelishConfigError(ValueError):

@@ -34,8 +34,6 @@ from .pipeline_relish import register_pipelines
 from .text_relish import PromptTemplate, check_texts, encode_rows, pad_batch
 from .weights_relish import check_no_others_adapter
 
-logger = logging.get_logger(__name__)
-
 
 class RelishForSequenceRegression(RelishPreTrainedModel):
     """A language model whose token states are read by a small head that answers with numbers (RELISH, section 3).
@@ -304,12 +302,13 @@ class RelishForSequenceRegression(RelishPreTrainedModel):
         was_training = self.training
         self.eval()
         starts = range(0, len(order), batch_size)
-        for start in logging.tqdm(starts, desc="predict", unit="batch", disable=not show_progress_bar):
-            rows = order[start : start + batch_size]
-            padded = pad_batch([ids[i] for i in rows], tokenizer.pad_token_id, self.config.vocab_size)
-            out = self(*(torch.tensor(part, device=self.device) for part in padded))
-            scores[rows] = out.logits.cpu().numpy()
-        self.train(was_training)
+        try:
+            for start in logging.tqdm(starts, desc="predict", unit="batch", disable=not show_progress_bar):
+                rows = order[start : start + batch_size]
+                padded = pad_batch([ids[i] for i in rows], tokenizer.pad_token_id, self.config.vocab_size)
+                scores[rows] = self(*(torch.tensor(p, device=self.device) for p in padded)).logits.cpu().numpy()
+        finally:
+            self.train(was_training)
         return scores[:, 0] if self.config.num_labels == 1 else scores
 
     @torch.no_grad()

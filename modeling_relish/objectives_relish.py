@@ -164,7 +164,13 @@ def grid_probs(log_probs: torch.Tensor, normalize: bool = False) -> torch.Tensor
 
 
 def weighted_mean(loss: torch.Tensor, sample_weight: torch.Tensor | None) -> torch.Tensor:
-    """Return the mean of (B, K) losses, each row's multiplied by its weight; weights as in [`regression_loss`]."""
+    """Return the mean of (B, K) losses, each row's multiplied by its weight, which is checked, as in [`regression_loss`]."""
     if sample_weight is not None:
-        loss = loss * sample_weight.float().view(-1, 1)
+        weights = sample_weight.float().view(-1, 1)
+        if not torch.compiler.is_compiling() and bool((bad := ~(torch.isfinite(weights) & (weights >= 0))).any()):
+            row = int(bad.flatten().int().argmax())
+            raise LabelError(
+                f"sample_weight of row {row} of the batch is {float(weights[row])}: it must be a number >= 0."
+            )
+        loss = loss * weights
     return loss.mean()

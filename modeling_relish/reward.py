@@ -105,8 +105,8 @@ class RelishRewardTrainer(RelishTrainer):
         """Turn preference rows into pairs of rows of states (frozen backbone, cached) or of tokens."""
         if dataset is None or isinstance(dataset, PairDataset):
             return dataset
-        if id(dataset) in self._prepared:
-            return self._prepared[id(dataset)][1]
+        if (id(dataset), False) in self._prepared:
+            return self._prepared[id(dataset), False][1]
         if isinstance(dataset, IterableDataset):
             raise TableError(f"streamed {name} data cannot be cached; give preference pairs as a datasets.Dataset.")
         rows = [dataset[i] for i in range(len(dataset))]
@@ -114,7 +114,7 @@ class RelishRewardTrainer(RelishTrainer):
         ids = chosen + rejected
         sides: Any = FeatureDataset(self._cached(ids), ids, {}) if self._caches() else TokenDataset(ids, {})
         prepared = PairDataset(sides, [len(a) + len(b) for a, b in zip(chosen, rejected, strict=True)], margins)
-        self._prepared[id(dataset)] = (dataset, prepared)
+        self._prepared[id(dataset), False] = (dataset, prepared)
         return prepared
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:

@@ -15,6 +15,7 @@ from .configuration_checks_relish import TRUNCATIONS
 
 logger = logging.get_logger(__name__)
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 CHAT_OPTIONS = ("tools", "chat_template_kwargs")  # columns that go to the chat template, beside a conversation
 
 # A column's name, spaces and all, but nothing that could mean an attribute, an index or a format.
@@ -130,6 +131,7 @@ def encode_rows(
     tokenizer: Any,
     max_length: int,
     truncation: str = "longest_first",
+    cut_rows: list[int] | None = None,
 ) -> Iterator[list[int]]:
     """Yield the token ids of every example's prompt, in order.
 
@@ -142,6 +144,7 @@ def encode_rows(
         tokenizer: A transformers tokenizer.
         max_length: In tokens, special tokens included; also bounded by the tokenizer's own `model_max_length`.
         truncation: `"longest_first"` or `"error"`.
+        cut_rows: Gets the numbers, from 0, of the rows that were cut.
 
     Raises:
         TextTooLongError: under `"error"`, or where even the template without text is too long.
@@ -150,7 +153,8 @@ def encode_rows(
     if truncation not in TRUNCATIONS:
         raise ValueError(f"truncation must be one of {list(TRUNCATIONS)}, got {truncation!r}.")
     max_length = min(max_length, tokenizer.model_max_length)
-    cut = total = 0
+    cut_rows = [] if cut_rows is None else cut_rows
+    total = 0
     for index, example in enumerate(examples):
         row, special = prompt_row(example, template, tokenizer, index)
         ids = tokenize(template.render(row), tokenizer, special)
@@ -162,15 +166,16 @@ def encode_rows(
                     'allow cutting with truncation="longest_first".'
                 )
             ids = _cut_to(row, template, tokenizer, max_length, index, special)
-            cut += 1
+            cut_rows.append(index)
         if not ids:
             raise TemplateError(
                 f"row {index}: the prompt has no token at all; the text is empty and so is the template."
             )
         yield ids
-    if cut:
+    if cut_rows:
         logger.warning(
-            f"{cut} of {total} texts were longer than max_length={max_length} tokens: the end of their longest field was cut."
+            f"{len(cut_rows)} of {total} texts were longer than max_length={max_length} tokens: the end of their longest field "
+            "was cut."
         )
 
 
@@ -204,6 +209,12 @@ def prompt_row(example: Any, template: PromptTemplate, tokenizer: Any, index: in
             chat = tokenizer.apply_chat_template(list(value), tokenize=False, **options)
             keeps_bos = begins_with_chat and field == first_field
             row[field] = chat if keeps_bos or not tokenizer.bos_token else chat.removeprefix(tokenizer.bos_token)
+        # Half of a character beyond 16 bits, as broken JSON escapes leave it; no tokenizer takes that.
+        if not row[field].isascii() and (half := _SURROGATE.search(row[field])):
+            raise TemplateError(
+                f"row {index}: field {field!r} has half of a surrogate pair at character {half.start() + 1}, which is no text. "
+                "Correct it where the table was written."
+            )
     return row, not begins_with_chat
 
 

@@ -38,6 +38,7 @@ from .training_data import (
     find_weight_column,
     label_values,
     token_ids,
+    warn_of_other_scale,
 )
 
 logger = logging.get_logger(__name__)
@@ -100,7 +101,9 @@ class RelishTrainer(HubTrainer):
         check_adapted(model, self.relish, trains=train_dataset is not None)
         self._own_collator = data_collator is None or isinstance(data_collator, RelishCollator)
         self._weight_scale = 1.0
-        self._prepared: dict[int, tuple[Any, Any]] = {}  # id -> (the data set itself, kept alive; what it became)
+        self._prepared: dict[
+            tuple[int, bool], tuple[Any, Any]
+        ] = {}  # id -> (the data set itself, kept alive; what it became)
         _apply_settings(self.relish, args, adapted=model is not inner)
         check_pad_token(processing_class, self.relish.config.vocab_size)
         if args.ddp_find_unused_parameters is None and self.relish.backbone_is_frozen:
@@ -243,6 +246,7 @@ class RelishTrainer(HubTrainer):
         config, named = self.relish.config, self.args.label_columns
         labels = label_values(dataset, columns, "train", config, named)[counts]  # of rows without weight, nothing
         check_resolution(labels)
+        warn_of_other_scale(labels, config)
         if config.label_mean is None and self.args.standardize_labels:
             std = labels.std(axis=0)
             if (std == 0).any():
@@ -262,8 +266,9 @@ class RelishTrainer(HubTrainer):
         """Turn rows of text or tokens into rows of states (frozen backbone, cached) or tokens; others pass as they are."""
         if dataset is None or isinstance(dataset, (TokenDataset, FeatureDataset)):
             return dataset
-        if id(dataset) in self._prepared:
-            return self._prepared[id(dataset)][1]
+        key = id(dataset), name == "test"  # rows to predict may lack the label that evaluation needs
+        if key in self._prepared:
+            return self._prepared[key][1]
         if isinstance(dataset, IterableDataset):
             present = getattr(dataset, "column_names", None)
             if present and not {"input_ids", "inputs_embeds", "hidden_states"} & set(present):
@@ -278,14 +283,15 @@ class RelishTrainer(HubTrainer):
         prepared: Any = (
             FeatureDataset(self._cached(ids), ids, columns) if self._caches() else TokenDataset(ids, columns)
         )
-        self._prepared[id(dataset)] = (dataset, prepared)
+        self._prepared[key] = (dataset, prepared)
         return prepared
 
     def _columns(self, dataset: Any, name: str, is_train: bool) -> dict[str, np.ndarray]:
         columns: dict[str, np.ndarray] = {}
-        label_columns = find_label_columns(dataset, name, self.args.label_columns, required=is_train)
+        named, to_predict = self.args.label_columns, name == "test"  # as Trainer.predict calls them
+        label_columns = find_label_columns(dataset, name, named, required=is_train, optional=to_predict)
         if label_columns:
-            labels = label_values(dataset, label_columns, name, self.relish.config, self.args.label_columns)
+            labels = label_values(dataset, label_columns, name, self.relish.config, named)
             columns["labels"] = labels.astype(np.float32)
         weight_column = find_weight_column(dataset, name, self.args.weight_column, required=is_train)
         weights = column_values(dataset, weight_column)

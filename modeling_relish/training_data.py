@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from datasets import DatasetDict
 from torch.utils.data import Dataset
 from transformers.utils import logging
 
 from .configuration_relish import RelishConfig
 from .data import TableError, check_label
 from .number_grid_relish import NumberGrid
-from .text_relish import CHAT_OPTIONS, PromptTemplate, encode_rows
+from .text_relish import CHAT_OPTIONS, PromptTemplate, TextTooLongError, encode_rows
 
 logger = logging.get_logger(__name__)
 
@@ -33,21 +34,31 @@ class TokenDataset(Dataset):
         return {"input_ids": self.ids[index], **{name: values[index] for name, values in self.columns.items()}}
 
 
-def find_label_columns(dataset: Any, name: str, wanted: list[str] | None, *, required: bool) -> list[str]:
+def find_label_columns(
+    dataset: Any, name: str, wanted: list[str] | None, *, required: bool, optional: bool = False
+) -> list[str]:
     """Return the columns that hold the targets: those named, else the first of the usual names.
 
-    `load_split` puts the named columns' values into lists under `labels`, and these are found in their place.
+    `load_split` puts the named columns' values into lists under `labels`, and these are found in their place. `optional` rows,
+    which are to be predicted, may have none of the named.
     """
     present = column_names(dataset)
     if wanted is not None:
         if missing := [c for c in wanted if c not in present]:
             if "labels" in present and _holds_lists(dataset, "labels", len(wanted)):
                 return ["labels"]
+            if optional and len(missing) == len(wanted):
+                return []
             raise TableError(
                 f"the {name} data has no label column {missing}; its columns are {present}. Name one of them in label_columns."
             )
         return list(wanted)
-    found = [c for c in LABEL_NAMES if c in present][:1]
+    found = [c for c in LABEL_NAMES if c in present]
+    if len(found) > 1 and found[0] != "labels":  # which Trainer reads, whatever else there is
+        raise TableError(
+            f"the {name} data has the columns {found}, and either may be the label: name it with label_columns=[...]."
+        )
+    found = found[:1]
     if required and not found:
         raise TableError(
             f"the {name} data has no label: none of {list(LABEL_NAMES)} is among its columns {present}. Name it with "
@@ -117,8 +128,13 @@ def find_weight_column(dataset: Any, name: str, wanted: str | None, *, required:
     return column if column in present else None
 
 
-def token_ids(dataset: Any, name: str, config: Any, tokenizer: Any) -> list[list[int]]:
-    """Return the token ids of every row's prompt: from `input_ids`, without padding, or from the template's text columns."""
+def token_ids(
+    dataset: Any, name: str, config: Any, tokenizer: Any, cut_rows: list[int] | None = None
+) -> list[list[int]]:
+    """Return the token ids of every row's prompt: from `input_ids`, without padding, or from the template's text columns.
+
+    `cut_rows` gets the numbers, from 0, of rows whose text was cut.
+    """
     present = column_names(dataset)
     if "input_ids" in present:
         ids = column_values(dataset, "input_ids") or []
@@ -128,6 +144,12 @@ def token_ids(dataset: Any, name: str, config: Any, tokenizer: Any) -> list[list
         if [] in kept:
             raise TableError(
                 f"{name} data, row {kept.index([]) + 1}: it has no token, or its attention_mask is all zero."
+            )
+        if max(map(len, kept), default=0) > config.max_length:
+            row = next(i for i, ids in enumerate(kept) if len(ids) > config.max_length)
+            raise TextTooLongError(
+                f"{name} data, row {row + 1} has {len(kept[row])} tokens, the model's max_length is {config.max_length}, at "
+                "which texts are cut in predict. Cut input_ids there too, or set a larger max_length."
             )
         return kept
     template = PromptTemplate(config.prompt_template)
@@ -141,11 +163,15 @@ def token_ids(dataset: Any, name: str, config: Any, tokenizer: Any) -> list[list
     if config.number_grid is not None:
         NumberGrid.from_setting(config.number_grid).check_resolved(tokenizer, config.prompt_template)
     rows = ({c: row[c] for c in (*template.fields, *CHAT_OPTIONS) if c in row} for row in dataset)
-    return list(encode_rows(rows, template, tokenizer, config.max_length, config.truncation))
+    return list(encode_rows(rows, template, tokenizer, config.max_length, config.truncation, cut_rows))
 
 
 def column_names(dataset: Any) -> list[str]:
     """Return the columns of a `datasets.Dataset` or of any sequence of dicts."""
+    if hasattr(dataset, "iloc") or isinstance(dataset, Mapping):
+        todo = "datasets.Dataset.from_pandas(...)" if hasattr(dataset, "iloc") else "datasets.Dataset.from_dict(...)"
+        todo = "one of its splits" if isinstance(dataset, DatasetDict) else todo
+        raise TableError(f"a {type(dataset).__name__} is no sequence of rows: give {todo}.")
     names = getattr(dataset, "column_names", None)
     return list(names) if names is not None else list(dataset[0]) if len(dataset) else []
 
@@ -190,6 +216,21 @@ def check_resolution(labels: np.ndarray) -> None:
         raise TableError(
             f"the labels lie around {labels[:, target].mean():.9g} and differ by {labels[:, target].std():.3g} (standard "
             "deviation): fp32 has too few digits for that. Subtract a constant from them."
+        )
+
+
+def warn_of_other_scale(labels: np.ndarray, config: RelishConfig) -> None:
+    """Warn where (N, K) labels lie far from those that the model's scale was measured on, which training further keeps."""
+    if config.label_mean is None or config.label_std is None:
+        return
+    mean, std = np.array(config.label_mean), np.array(config.label_std)
+    far = (np.abs(labels.mean(axis=0) - mean) > 3 * std) | (labels.std(axis=0) > 3 * std)
+    if far.any():
+        target = int(np.argmax(far))
+        logger.warning(
+            f"the training labels (mean {labels[:, target].mean():.4g}, deviation {labels[:, target].std():.4g}) seem to be on "
+            f"another scale than the model's (mean {mean[target]:.4g}, deviation {std[target]:.4g}), which is kept, as is its "
+            "range. For a new scale set the config's label_mean, label_std, label_min and label_max to None before training."
         )
 
 

@@ -17,6 +17,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from .backbone_relish import BackboneError
 from .base_model_relish import reading
 
+_TABLE_ROWS = 16384
+
 
 @torch.no_grad()
 def weights_digest(backbone: nn.Module) -> str:
@@ -36,20 +38,22 @@ def tensors_digest(tensors: Iterable[tuple[str, Any]]) -> str:
 
 
 @torch.no_grad()
-def backbone_fingerprint(backbone: nn.Module, *, fine: bool = False) -> str | None:
+def backbone_fingerprint(backbone: nn.Module, *, fine: bool = False, embeddings: bool = False) -> str | None:
     """Digest a backbone's weights cheaply: name, shape and 16 spread values of every tensor; those of an adapter do not count.
 
-    fp32 is rounded to bf16, so that a checkpoint digests alike in both. The text before the colon names the dtypes: digests
-    can be compared only where it is equal. `None` while the weights are on the meta device.
+    fp32 is rounded to bf16, so that a checkpoint digests alike in both. The text before the first colon names the dtypes:
+    digests can be compared only where it is equal. `None` while the weights are on the meta device.
 
     Args:
         backbone: A bare model, or one with an adapter in it.
         fine: 256 values of every tensor, not rounded, and all of the embeddings: for a change within one process that may be
             small, or of a few tokens alone.
+        embeddings: All of the embeddings, behind a second colon: a few tokens may have been trained or added alone.
     """
     digest = hashlib.sha256()
     dtypes = set()
-    embeddings = {id(module.weight) for module in backbone.modules() if isinstance(module, nn.Embedding)}
+    rows_sum = 0
+    tables = {id(module.weight) for module in backbone.modules() if isinstance(module, nn.Embedding)}
     for name, parameter in sorted(_base_parameters(backbone)):
         if parameter.is_meta:
             return None
@@ -60,10 +64,24 @@ def backbone_fingerprint(backbone: nn.Module, *, fine: bool = False) -> str | No
         dtypes.add(str(values.dtype).removeprefix("torch."))
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(values.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-        if fine and id(parameter) in embeddings and flat.element_size() in (2, 4):
-            bits = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
-            digest.update(str(int(bits.sum(dtype=torch.int64))).encode())
-    return f"{'+'.join(sorted(dtypes))}:{digest.hexdigest()[:32]}"
+        if (fine or embeddings) and id(parameter) in tables and flat.element_size() in (2, 4):
+            rows_sum += _table_sum(parameter.detach(), exact=fine)
+    if fine:
+        digest.update(str(rows_sum).encode())
+    found = f"{'+'.join(sorted(dtypes))}:{digest.hexdigest()[:32]}"
+    return f"{found}:{rows_sum % 2**64:016x}" if embeddings else found
+
+
+def _table_sum(table: torch.Tensor, *, exact: bool) -> int:
+    """Sum the bits of an embedding table, a row times its place, so that rows that change places count too."""
+    total = 0
+    for start in range(0, len(table), _TABLE_ROWS):  # in parts, for a large one's copy would take gigabytes
+        part = table[start : start + _TABLE_ROWS]
+        part = part.to(torch.bfloat16) if part.dtype == torch.float32 and not exact else part
+        bits = part.contiguous().view(torch.int16 if part.element_size() == 2 else torch.int32)
+        rows = bits.reshape(len(bits), -1).sum(1, dtype=torch.int64)
+        total += int((rows * torch.arange(start + 1, start + 1 + len(rows), device=rows.device)).sum())
+    return total
 
 
 def realign(head: torch.nn.Module) -> None:
@@ -164,7 +182,9 @@ def fingerprints_differ(one: str | None, other: str | None) -> bool:
     """Whether two digests are comparable and say that the weights are not the same."""
     if not one or not other:
         return False
-    return one.split(":")[0] == other.split(":")[0] and one != other
+    (kind, digest, *table), (other_kind, other_digest, *other_table) = one.split(":"), other.split(":")
+    tables_differ = bool(table and other_table) and table != other_table  # older checkpoints have none
+    return kind == other_kind and (digest != other_digest or tables_differ)
 
 
 def load_head(score: nn.Module, name: str, hub: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny import BACKBONES, random_batch, save_backbone, tiny_backbone
-from transformers import AutoModel, AutoModelForCausalLM, T5Config
+from transformers import AutoModel, AutoModelForCausalLM, ConvBertConfig, RwkvConfig, T5Config
 
 from modeling_relish import RelishForSequenceRegression
 from modeling_relish.backbone_relish import BackboneError, EmptyRowError, NonFiniteStatesError, cut_backbone
@@ -200,3 +200,21 @@ def test_fingerprint_sees_trained_weights_but_not_the_load_dtype():
     assert not fingerprints_differ(print_, backbone_fingerprint(tiny_backbone("qwen3").to(torch.bfloat16)))
     assert fingerprints_differ(print_, backbone_fingerprint(tiny_backbone("qwen3", seed=1)))
     assert not fingerprints_differ(print_, None)
+
+
+def test_what_reads_padding_whatever_the_mask_says_is_refused_by_name():
+    sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2}
+    convolving = AutoModel.from_config(
+        ConvBertConfig(**sizes, num_attention_heads=4, intermediate_size=32, embedding_size=32)
+    )
+    with pytest.raises(BackboneError, match="convbert has convolutions.*padding"):
+        RelishForSequenceRegression.from_backbone(convolving)
+    recurrent = RelishForSequenceRegression.from_backbone(AutoModel.from_config(RwkvConfig(**sizes)).eval()).eval()
+    rows = torch.randint(3, 300, (1, 5), generator=torch.Generator().manual_seed(0))
+    mask, padding = torch.ones_like(rows), torch.zeros_like(rows)
+    with torch.no_grad():
+        alone = recurrent(input_ids=rows, attention_mask=mask).logits
+        right = recurrent(input_ids=torch.cat([rows, padding], 1), attention_mask=torch.cat([mask, padding], 1)).logits
+        assert right == pytest.approx(alone, abs=1e-5)
+        with pytest.raises(BackboneError, match="rwkv.*pad on the right"):
+            recurrent(input_ids=torch.cat([padding, rows], 1), attention_mask=torch.cat([padding, mask], 1))

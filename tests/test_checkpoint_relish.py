@@ -309,3 +309,34 @@ def test_shards_are_not_hidden_by_a_head_that_lay_there_nor_the_other_way(tmp_pa
         np.testing.assert_allclose(found, expected, rtol=1e-6)
         model.save_pretrained(tmp_path / "out")
         assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("change", ["one row", "two rows change places"])
+def test_base_model_with_other_token_embeddings_alone_is_refused(change, trained, base, tmp_path):
+    trained.save_pretrained(tmp_path / "out")
+    weights = load_file(base / "model.safetensors")
+    (name,) = [key for key in weights if "embed_tokens" in key]
+    if change == "one row":
+        weights[name][123] *= 1.5
+    else:
+        weights[name][[40, 41]] = weights[name][[41, 40]]
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BackboneMismatchError, match="not those this head was trained on"):
+        RelishForSequenceRegression.from_pretrained(tmp_path / "out")
+
+
+def test_a_checkpoint_from_before_embeddings_were_digested_loads(trained, base, tmp_path):
+    trained.save_pretrained(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["backbone_fingerprint"] = config["backbone_fingerprint"].rpartition(":")[0]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    for dtype in ("float32", "bfloat16"):
+        RelishForSequenceRegression.from_pretrained(tmp_path / "out", dtype=dtype)
+
+
+def test_number_and_names_of_targets_override_the_checkpoints_or_are_refused(trained, tmp_path):
+    trained.save_pretrained(tmp_path / "out")
+    renamed = RelishForSequenceRegression.from_pretrained(tmp_path / "out", id2label={0: "clarity"})
+    assert renamed.config.target_names == ["clarity"]
+    with pytest.raises(RelishConfigError, match=r"num_labels=2 was asked for, but the targets are"):
+        RelishForSequenceRegression.from_pretrained(tmp_path / "out", num_labels=2)

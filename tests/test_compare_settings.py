@@ -68,3 +68,15 @@ def test_a_text_that_fills_the_context_leaves_room_for_the_answer(tmp_path):
     )  # fmt: skip
     assert found.left_out == {}
     assert len(found.runs[0].test_predictions) == 13
+
+
+def test_a_report_says_how_many_texts_were_cut(tmp_path):
+    data, backbone = save_table(tmp_path / "words"), str(save_language_model(tmp_path / "tiny-qwen"))
+    given = {"backbones": backbone, "methods": "linear", "regimes": "frozen", "seeds": 1, "options": OPTIONS, **SCALE}
+    for max_length, cut in ((40, True), (500, False)):
+        found = compare(
+            str(data), tmp_path / "out", features_dir=tmp_path / "f", max_length=max_length, log=str, **given
+        )
+        report = (tmp_path / "out" / "report.md").read_text()
+        assert ("texts without their end: they have more than 40 tokens" in report) is cut
+        assert found.runs

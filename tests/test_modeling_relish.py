@@ -8,6 +8,7 @@ from tiny import PAIRS, TEXTS, TOKENIZERS, byte_bpe_tokenizer, digit_bpe_tokeniz
 from transformers import GPT2Config, LlamaConfig
 
 from modeling_relish import RelishConfig, RelishForSequenceRegression
+from modeling_relish.backbone_relish import NonFiniteStatesError
 from modeling_relish.objectives_relish import LabelError, regression_loss
 from modeling_relish.text_relish import TemplateError, TextTooLongError
 
@@ -279,3 +280,25 @@ def test_predict_refuses_what_would_be_scored_by_its_names():
     for size in (0, -1):
         with pytest.raises(ValueError, match=f"batch_size must be at least 1, got {size}"):
             model.predict(["a"], tokenizer, batch_size=size)
+
+
+def test_a_predict_that_fails_leaves_the_mode_as_it_was():
+    model = RelishForSequenceRegression.from_backbone(tiny_backbone("llama"), prompt_template="{text}").train()
+    with torch.no_grad():
+        model.backbone.get_input_embeddings().weight[:] = torch.nan
+    with pytest.raises(NonFiniteStatesError):
+        model.predict(["Good."], byte_bpe_tokenizer())
+    assert model.training
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_a_weight_that_is_no_weight_is_told_with_its_row(bad):
+    model = RelishForSequenceRegression.from_backbone(tiny_backbone("llama"))
+    ids = torch.full((3, 4), 7)
+    with pytest.raises(LabelError, match=r"sample_weight of row 1 .*>= 0"):
+        model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            labels=torch.ones(3),
+            sample_weight=torch.tensor([1, bad, 1]),
+        )

@@ -1,5 +1,6 @@
 """Templates are filled with data, never interpreted; what is too long loses text, never the template."""
 
+import json
 import logging
 
 import pytest
@@ -211,3 +212,17 @@ def test_a_long_conversation_is_cut_and_stays_one():
 def test_what_is_neither_text_nor_conversation_is_named(value):
     with pytest.raises(TemplateError, match="conversation"):
         encode([{"text": value}], "{text}", CHATTY)
+
+
+def test_half_a_character_is_told_with_its_row_and_place():
+    broken = json.loads('"A \\ud83d face"')  # as an escape that was cut leaves it
+    with pytest.raises(TemplateError, match=r"row 1: field 'text' has half of a surrogate pair at character 3"):
+        list(encode_rows(["Whole: \U0001f600", broken], PromptTemplate("{text}"), byte_bpe_tokenizer(), 64))
+
+
+def test_rows_that_were_cut_are_given():
+    cut: list[int] = []
+    list(
+        encode_rows(["a", "b" * 400, "c", "d " * 90], PromptTemplate("{text}"), byte_bpe_tokenizer(), 16, cut_rows=cut)
+    )
+    assert cut == [1, 3]

@@ -1,12 +1,14 @@
 """Which columns RelishTrainer reads, and which target each belongs to: seen in what it measures and trains on."""
 
 import numpy as np
+import pandas as pd
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from preference_pairs import CHATTY
 from training import EIGHT, TEXTS, losses, tiny_model
 
 from modeling_relish.data import Columns, TableError, load_split
+from modeling_relish.text_relish import TextTooLongError
 
 pytestmark = pytest.mark.usefixtures("workbench")
 
@@ -22,7 +24,7 @@ LISTS = load_split(TABLE, Columns(text=("text",), label=("b", "a")))
 
 
 @pytest.mark.parametrize("rows", [TABLE, TABLE.to_list(), LISTS, LISTS.with_format("torch")])
-@pytest.mark.parametrize("trained", [{}, {"label_mean": [1.0, 2.0], "label_std": [3.0, 4.0]}])
+@pytest.mark.parametrize("trained", [{}, {"label_mean": [-9.0, 1300.0], "label_std": [30.0, 3000.0]}])
 def test_label_columns_in_another_order_go_to_the_targets_of_their_names(rows, trained, make, caplog):
     own = make(named(**trained), rows, eval_dataset=rows, label_columns=["b", "a"])
     config = own.model.config
@@ -75,3 +77,47 @@ def test_training_sees_the_tools_and_chat_options_that_predict_sees(tools, make)
     found = own.predict(rows).predictions[:, 0]
     assert found == pytest.approx(own.model.predict(rows, CHATTY), abs=1e-5)
     assert found[0] != found[1]
+
+
+def test_two_columns_that_may_be_the_label_are_told_and_the_named_one_is_read(make):
+    rows = Dataset.from_dict({"text": TEXTS[:8], "score": EIGHT, "label": [0, 1] * 4})
+    with pytest.raises(TableError, match=r"\['label', 'score'\].*label_columns"):
+        make(None, rows)
+    assert make(None, rows, label_columns=["score"]).model.config.label_max == [max(EIGHT)]
+
+
+def test_tokens_beyond_max_length_are_told_with_their_row(make):
+    rows = [{"input_ids": [5] * n, "label": 1.0 * n} for n in (3, 16, 17)]
+    with pytest.raises(TextTooLongError, match=r"row 3 has 17 tokens.*max_length is 16"):
+        make(tiny_model(max_length=16), rows)
+    make(tiny_model(max_length=17), rows)
+
+
+def test_rows_to_predict_need_no_named_label(make):
+    own = make(None, TABLE, label_columns=["a"])
+    bare = TABLE.remove_columns(["a", "b"])
+    assert own.predict(bare).predictions == pytest.approx(own.predict(TABLE).predictions)
+    with pytest.raises(TableError, match=r"no label column \['a'\]"):
+        own.evaluate(bare)
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        (pd.DataFrame({"text": TEXTS[:8], "label": EIGHT}), "from_pandas"),
+        ({"text": TEXTS[:8], "label": EIGHT}, "from_dict"),
+        (DatasetDict({"train": TABLE}), "one of its splits"),
+    ],
+)
+def test_a_table_of_another_kind_is_told_what_to_give(given, hint, make):
+    with pytest.raises(TableError, match=f"{type(given).__name__} is no sequence of rows.*{hint}"):
+        make(None, given)
+
+
+def test_labels_on_another_scale_than_the_models_are_told(make, caplog):
+    model = tiny_model(label_mean=np.mean(EIGHT), label_std=np.std(EIGHT), label_min=0, label_max=9)
+    make(model, [{"text": text, "label": value} for text, value in zip(TEXTS, EIGHT, strict=False)])
+    assert not caplog.records
+    make(model, [{"text": text, "label": 20.0 * value} for text, value in zip(TEXTS, EIGHT, strict=False)])
+    assert "another scale" in caplog.text
+    assert "label_mean, label_std, label_min and label_max to None" in caplog.text

@@ -98,8 +98,7 @@ def compare(
         **task: For [`load_task`], where `data` is no [`Task`].
 
     Raises:
-        CompareError: for an unknown method or regime, nothing to run, a folder another comparison works in, or where every
-            run has failed.
+        CompareError: for an unknown method or regime, nothing to run, a folder in use, or where every run has failed.
         ResultError: for a result in the folder that was changed.
     """
     if isinstance(data, Task) and task:
@@ -133,7 +132,9 @@ def compare(
         if not found.runs:
             raise CompareError(f"no run has succeeded: {found.left_out}.")
         if write_reports:
-            notes = [*the_task.notes, *(f"left out: {name}: {reason}" for name, reason in found.left_out.items())]
+            ran = {run.backbone for run in found.runs}
+            notes = [*the_task.notes, *(note for b in benches["backbone"] if b.name in ran for note in b.notes)]
+            notes += [f"left out: {name}: {reason}" for name, reason in found.left_out.items()]
             everything = read_results(folder / RESULTS)
             runs = on_rows(everything, the_task.name, the_task.labels("test").tolist(), the_task.label_range)
             if others := len(everything) - len(runs):

@@ -53,6 +53,7 @@ class Workbench:
     layer_settings: dict[str, Any] = field(default_factory=dict)
     plain_prompt: bool = False
     upcoming: list[int | None] = field(default_factory=list)
+    cut_texts: dict[str, list[int]] = field(default_factory=lambda: {split: [] for split in SPLITS}, init=False)
     _searches: dict[tuple[str, float], dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -97,7 +98,20 @@ class Workbench:
     def ids(self) -> dict[str, list[list[int]]]:
         """Token ids of every prompt, by split."""
         model = self.model(1)
-        return {split: token_ids(self.task.splits[split], split, model.config, self.tokenizer) for split in SPLITS}
+        return {
+            split: token_ids(self.task.splits[split], split, model.config, self.tokenizer, self.cut_texts[split])
+            for split in SPLITS
+        }
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of its figures has to know: how many texts were cut."""
+        rows, cut = sum(map(len, self.ids.values())), sum(map(len, self.cut_texts.values()))
+        if not cut:
+            return []
+        return [
+            f"{self.name} reads {cut} of {rows} texts without their end: they have more than {self.max_length} tokens."
+        ]
 
     def tokens(self, split: str) -> int:
         """Return how many tokens a split's prompts have."""
