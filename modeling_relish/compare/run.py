@@ -151,9 +151,7 @@ class _Work:
         self.found = Comparison(folder, settings={})
         self.held = held
         self.jobs: Sequence[Job] = ()
-        self.failed: dict[
-            tuple[str, str, str], str
-        ] = {}  # owner, choice, setting that was tried -> why it came to nothing
+        self.failed: dict[tuple[str, ...], str] = {}  # owner, choice, setting -> why it came to nothing
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run what is not done and fits."""
@@ -305,7 +303,7 @@ class _Work:
 
     def _execute(self, job: Job, candidate: Mapping[str, Any], where: str, seed: int) -> list[RunResult]:
         keys, task = self._keys(job, candidate, seed), job.bench.task
-        if not self.clock.is_limited:  # under a budget, nothing is done for what may not fit
+        if not (self.clock.is_limited or job.bench.upcoming):  # under a budget, nothing is done for what may not fit
             job.bench.upcoming = self._upcoming(job)
         with PeakMemory() as peak:
             outcomes = job.method.run(job.bench, job.regime, seed, keys[0].settings)
@@ -318,10 +316,12 @@ class _Work:
         return results
 
     def _upcoming(self, job: Job) -> list[int | None]:
-        """Return the layers that the job's bench will be asked for; none that a search has yet to find."""
-        methods = {j.method for j in self.jobs if j.bench is job.bench and j.regime == job.regime}
-        known = [m for m in methods if not m.needs_layer_search(job.bench)]
-        return [layer for method in known for layer in method.layers(job.bench, job.regime)]
+        """Return the layers that the job's bench will be asked for: they are searched before the pass that keeps them all."""
+        found = job.method.layers(job.bench, job.regime)
+        for method in {j.method for j in self.jobs if found and j.bench is job.bench and j.regime == job.regime}:
+            with contextlib.suppress(Exception):  # what is wrong with it is told where its own turn comes
+                found += method.layers(job.bench, job.regime)
+        return found
 
 
 def _result(key: RunKey, outcome: Outcome, task: Task, peak: int | None, is_deterministic: bool) -> RunResult:

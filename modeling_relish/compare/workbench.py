@@ -55,6 +55,7 @@ class Workbench:
     upcoming: list[int | None] = field(default_factory=list)
     cut_texts: dict[str, list[int]] = field(default_factory=lambda: {split: [] for split in SPLITS}, init=False)
     _searches: dict[tuple[str, float], dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
+    _seen: set[int] = field(default_factory=set, init=False, repr=False)  # layers that are in the cache for every text
 
     @property
     def name(self) -> str:
@@ -191,26 +192,28 @@ class Workbench:
 
     def extract(self, layers: Sequence[int | None]) -> None:
         """Run the backbone once over all texts for several layers, where that has not been done, and keep how long it took."""
-        if all(self.is_extracted(layer) for layer in layers):
-            return
         total = self.config.num_hidden_layers
-        seconds = self._extraction_seconds()
-        numbers = sorted({layer or total for layer in (*layers, *self.upcoming) if not self.is_extracted(layer)})
+        if {layer or total for layer in layers} <= self._seen:
+            return
+        asked = {layer or total for layer in (*layers, *self.upcoming)} - self._seen
+        distinct = {text_key(row): row for split in SPLITS for row in self.ids[split]}
         whole = on_device(self.model())
-        parts = [at_layer(whole, None if layer == total else layer) for layer in numbers]
-        caches = [FeatureCache(part, self.features_dir) for part in parts]
-        reader = at_layer(whole, layers=numbers) if len(numbers) > 1 else parts[0]
-        wanted = [row for split in SPLITS for row in self.ids[split]]
-        distinct = {text_key(row): row for row in wanted}
-        everything = sum(map(len, distinct.values()))
-        new = sum(len(row) for row in distinct.values() if any(row not in cache for cache in caches))
-        started = time.monotonic()
-        fill_layers(caches, reader, wanted, show_progress=False)
-        # What some earlier run left there is counted at this pass's speed.
-        took = (time.monotonic() - started) * everything / new if new else None
-        for layer in numbers:
-            seconds[str(layer)] = None if took is None else round(took * layer / max(numbers), 1)
+        parts = {layer: at_layer(whole, None if layer == total else layer) for layer in sorted(asked)}
+        caches = {layer: FeatureCache(part, self.features_dir) for layer, part in parts.items()}
+        # The note outlives the states: a cache that was emptied is filled again, all its layers in one pass.
+        missing = {layer: {key for key, row in distinct.items() if row not in cache} for layer, cache in caches.items()}
+        numbers = [layer for layer, rows in missing.items() if rows]
+        seconds: dict[str, float | None] = {**dict.fromkeys(map(str, asked)), **self._extraction_seconds()}
+        if numbers:
+            reader = at_layer(whole, layers=numbers) if len(numbers) > 1 else parts[numbers[0]]
+            started = time.monotonic()
+            fill_layers([caches[n] for n in numbers], reader, list(distinct.values()), show_progress=False)
+            # What some earlier run left there is counted at this pass's speed.
+            new = sum(len(distinct[key]) for key in set().union(*missing.values()))
+            took = (time.monotonic() - started) * sum(map(len, distinct.values())) / new
+            seconds |= {str(layer): round(took * layer / max(numbers), 1) for layer in numbers}
         write_json(self._extraction_file, {**self._identity, "seconds": seconds})
+        self._seen |= asked
 
     def fill(self, model: RelishForSequenceRegression) -> float:
         """Keep what one model's head reads, where `extract` does not know it (a mix of layers); return the seconds it took."""
