@@ -220,15 +220,19 @@ def check_resolution(labels: np.ndarray) -> None:
 
 
 def warn_of_other_scale(labels: np.ndarray, config: RelishConfig) -> None:
-    """Warn where (N, K) labels lie far from those that the model's scale was measured on, which training further keeps."""
+    """Warn where (N, K) labels lie far from those that the model's scale was measured on, which training further keeps.
+
+    Far is three deviations of the model's away, or three times as wide, or as narrow: 1 to 5 is not 0 to 1, nor 0 to 100.
+    """
     if config.label_mean is None or config.label_std is None:
         return
     mean, std = np.array(config.label_mean), np.array(config.label_std)
-    far = (np.abs(labels.mean(axis=0) - mean) > 3 * std) | (labels.std(axis=0) > 3 * std)
+    width = labels.std(axis=0)
+    far = (np.abs(labels.mean(axis=0) - mean) > 3 * std) | (width > 3 * std) | ((width < std / 3) & (width > 0))
     if far.any():
         target = int(np.argmax(far))
         logger.warning(
-            f"the training labels (mean {labels[:, target].mean():.4g}, deviation {labels[:, target].std():.4g}) seem to be on "
+            f"the training labels (mean {labels[:, target].mean():.4g}, deviation {width[target]:.4g}) seem to be on "
             f"another scale than the model's (mean {mean[target]:.4g}, deviation {std[target]:.4g}), which is kept, as is its "
             "range. For a new scale set the config's label_mean, label_std, label_min and label_max to None before training."
         )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from comparing import LAYERS, OPTIONS, SCALE, save_everything
 from typer.testing import CliRunner
 
 from modeling_relish import cli
-from modeling_relish.compare import CompareError, compare
+from modeling_relish.compare import CompareError, compare, workbench
 from modeling_relish.compare.results import ResultError, read_results
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +77,37 @@ def test_a_killed_comparison_goes_on_and_does_nothing_twice(places, tmp_path):
     for one, other in zip(read_results(output / "results"), read_results(tmp_path / "whole" / "results"), strict=True):
         assert one.key == other.key
         assert one.test_predictions == pytest.approx(other.test_predictions, abs=1e-6)
+
+
+def test_one_pass_keeps_every_layer_also_where_the_cache_was_emptied(places, tmp_path, monkeypatch):
+    """What a pass over a large table takes is most of the time; a note that the states were there does not bring them back."""
+    passes, fill = [], workbench.fill_layers
+    monkeypatch.setattr(workbench, "fill_layers", lambda *given, **more: passes.append(given) or fill(*given, **more))
+    options = {"backbones": places[1], "regimes": "frozen", "seeds": 1, "options": OPTIONS, "log": lambda line: None}
+    given = {
+        **options,
+        "features_dir": tmp_path / "features",
+        "write_reports": False,
+        "layer_settings": LAYERS,
+        **SCALE,
+    }
+    methods = "linear_layer_search,mlp_layer_search,linear,mlp"
+    before = compare(str(places[0]), tmp_path / "out", methods=methods, **given)
+    layers = {result.settings["backbone_layer"] for result in before.runs}
+    assert layers == {2, None}  # of 4: one pass, two layers
+    assert [len(caches) for caches, *_ in passes] == [2]
+    shutil.rmtree(tmp_path / "features")
+    for path in (tmp_path / "out").glob("*/*.json"):
+        if path.parent.name in ("results", "search"):
+            path.unlink()
+    again = compare(str(places[0]), tmp_path / "out", methods=methods, **given)
+    assert [len(caches) for caches, *_ in passes] == [2, 2]
+    for one, other in zip(before.runs, again.runs, strict=True):
+        # Texts share other batches: states in bfloat16 differ by roundings.
+        assert one.test_predictions == pytest.approx(other.test_predictions, abs=5e-3)
+        assert other.extraction_seconds > 0
+    compare(str(places[0]), tmp_path / "out", methods="special_token", **given)  # another comparison, nothing to fill
+    assert len(passes) == 2
 
 
 def test_a_result_that_was_changed_is_told_and_not_taken(places, tmp_path):

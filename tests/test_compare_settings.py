@@ -3,6 +3,7 @@
 import datasets
 import pytest
 from comparing import OPTIONS, SCALE, save_language_model, save_table
+from transformers import AutoTokenizer
 
 from modeling_relish.compare import METHODS, CompareError, Options, compare, load_task, workbench
 from modeling_relish.compare.budget import budget_seconds
@@ -73,10 +74,18 @@ def test_a_text_that_fills_the_context_leaves_room_for_the_answer(tmp_path):
 def test_a_report_says_how_many_texts_were_cut(tmp_path):
     data, backbone = save_table(tmp_path / "words"), str(save_language_model(tmp_path / "tiny-qwen"))
     given = {"backbones": backbone, "methods": "linear", "regimes": "frozen", "seeds": 1, "options": OPTIONS, **SCALE}
+    tokenizer, task = AutoTokenizer.from_pretrained(backbone), load_task(str(data), **SCALE)
+    prompts = [task.template.format(**row) for split in task.splits.values() for row in split]
+    lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    long = sum(length > 40 for length in lengths)
+    assert 0 < long < len(lengths)
     for max_length, cut in ((40, True), (500, False)):
         found = compare(
             str(data), tmp_path / "out", features_dir=tmp_path / "f", max_length=max_length, log=str, **given
         )
         report = (tmp_path / "out" / "report.md").read_text()
-        assert ("texts without their end: they have more than 40 tokens" in report) is cut
+        assert (
+            f"tiny-qwen reads {long} of {len(lengths)} texts without their end: they have more than 40 tokens" in report
+        ) is cut
+        assert ("without their end" in report) is cut
         assert found.runs

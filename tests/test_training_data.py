@@ -114,10 +114,13 @@ def test_a_table_of_another_kind_is_told_what_to_give(given, hint, make):
         make(None, given)
 
 
-def test_labels_on_another_scale_than_the_models_are_told(make, caplog):
+@pytest.mark.parametrize(
+    ("times", "plus", "told"),
+    [(1, 0, False), (1, 1, False), (20, 0, True), (0.2, 0, True), (1, 500, True), (1, -500, True)],
+)
+def test_labels_on_another_scale_than_the_models_are_told(times, plus, told, make, caplog):
     model = tiny_model(label_mean=np.mean(EIGHT), label_std=np.std(EIGHT), label_min=0, label_max=9)
-    make(model, [{"text": text, "label": value} for text, value in zip(TEXTS, EIGHT, strict=False)])
-    assert not caplog.records
-    make(model, [{"text": text, "label": 20.0 * value} for text, value in zip(TEXTS, EIGHT, strict=False)])
-    assert "another scale" in caplog.text
-    assert "label_mean, label_std, label_min and label_max to None" in caplog.text
+    make(model, [{"text": text, "label": times * value + plus} for text, value in zip(TEXTS, EIGHT, strict=False)])
+    assert ("another scale" in caplog.text) is told
+    assert ("label_mean, label_std, label_min and label_max to None" in caplog.text) is told
+    assert len(caplog.records) == told

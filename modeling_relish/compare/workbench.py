@@ -53,7 +53,6 @@ class Workbench:
     layer_settings: dict[str, Any] = field(default_factory=dict)
     plain_prompt: bool = False
     upcoming: list[int | None] = field(default_factory=list)
-    cut_texts: dict[str, list[int]] = field(default_factory=lambda: {split: [] for split in SPLITS}, init=False)
     _searches: dict[tuple[str, float], dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
     _seen: set[int] = field(default_factory=set, init=False, repr=False)  # layers that are in the cache for every text
 
@@ -96,23 +95,27 @@ class Workbench:
         return None
 
     @cached_property
+    def _read(self) -> tuple[dict[str, list[list[int]]], int]:
+        config, cut, found = self.model(1).config, 0, {}
+        for split in SPLITS:
+            rows: list[int] = []
+            found[split] = token_ids(self.task.splits[split], split, config, self.tokenizer, rows)
+            cut += len(rows)
+        return found, cut
+
+    @property
     def ids(self) -> dict[str, list[list[int]]]:
         """Token ids of every prompt, by split."""
-        model = self.model(1)
-        return {
-            split: token_ids(self.task.splits[split], split, model.config, self.tokenizer, self.cut_texts[split])
-            for split in SPLITS
-        }
+        return self._read[0]
 
     @property
     def notes(self) -> list[str]:
         """What a reader of its figures has to know: how many texts were cut."""
-        rows, cut = sum(map(len, self.ids.values())), sum(map(len, self.cut_texts.values()))
+        (ids, cut), longest = self._read, min(self.max_length, self.tokenizer.model_max_length)
         if not cut:
             return []
-        return [
-            f"{self.name} reads {cut} of {rows} texts without their end: they have more than {self.max_length} tokens."
-        ]
+        rows = sum(map(len, ids.values()))
+        return [f"{self.name} reads {cut} of {rows} texts without their end: they have more than {longest} tokens."]
 
     def tokens(self, split: str) -> int:
         """Return how many tokens a split's prompts have."""
